@@ -1,9 +1,9 @@
-"""Addresses of rows: a ring or an array whose rows lie side by side, or pages that a table finds. Also those of sums of
-the values of a row's first groups, float64: in a ring (`condense.ops.step.StepState.sums`), or in the pages of tokens
+"""Addresses of tokens, entries and records: in a contiguous ring or array, or in pages that a page table lists. Also
+addresses of running sums of values, float64: in a ring (`condense.ops.step.StepState.sums`), or in the pages of tokens
 (`condense.ops.step.pages.PagedState.window`).
 
-Kernels take a `PageForm`, or None where rows lie side by side; then the table is None too and the compiler sees nothing
-of pages. Offsets have 64 bits: pages may lie megabytes apart.
+Kernels take a `PageForm` as a constant, or None for a ring or array; then the table is None too and no paging code is
+compiled. Offsets have 64 bits: pages may lie megabytes apart.
 
 Shapes: n rows.
 """
@@ -24,9 +24,9 @@ _sum_part = triton.constexpr_function(sum_part)
 class PageForm(NamedTuple):
     """The constants of pages.
 
-    slots: of a page. s_page, s_head, s_slot: strides of the cache, of records those of the index. s_table: from one
-    request's pages to the next one's. s_stored_page, s_stored_head, s_stored: strides of stored tokens, which have
-    planes, or pages, of their own.
+    slots: slots per page. s_page, s_head, s_slot: strides of page, KV head and slot in the cache; with records, those
+    of the index. s_table: stride of a request's row in the page table. s_stored_page, s_stored_head, s_stored: strides
+    of page, KV head and slot of the stored tokens of records, 0 without records.
     """
 
     slots: int
@@ -40,36 +40,36 @@ class PageForm(NamedTuple):
 
     @classmethod
     def of(cls, pages: Pages) -> Self:
-        """Those of a cache and its table."""
+        """Return the form of a cache and its page table."""
         return cls(pages.slots, *pages.cache.stride()[:3], pages.table.stride(0))
 
     @classmethod
     def of_records(cls, pages: Pages, form: RecordFormat, store: Tensor | None) -> Self:
-        """Those of pages of records of stored groups, in bytes. store: the pages of a plane that lies apart."""
+        """Return the form of pages of records, strides in bytes. store: stored tokens, if in pages of their own."""
         index, _, stored = form.sizes
         s_page, s_head, *_ = (pages.cache if store is None else store).stride()
         return cls.of(pages)._replace(s_slot=index, s_stored_page=s_page, s_stored_head=s_head, s_stored=stored)
 
 
 class Tokens(namedtuple("Tokens", "rows new place")):
-    """Keys, or values, of one KV head and the newest one of them.
+    """Keys, or values, of one KV head: those in a ring or in pages, and the newest one.
 
-    rows: pointer to the ring, or to the first slot of page 0. new: pointer to the newest. place: slots of the ring, or
-    pointer to the numbers of the request's pages.
+    rows: pointer to the ring, or to the head's first slot in page 0. new: pointer to the newest key or value. place:
+    number of slots of the ring, or pointer to the request's row of the page table.
     """
 
 
 class HeadSums(namedtuple("HeadSums", "rows place")):
-    """The sums of one KV head.
+    """The running sums of one KV head.
 
-    rows: pointer to the ring, or in the dtype of tokens to what the first slot of page 0 holds of a sum. place: slots
-    of the ring, or pointer to the numbers of the request's pages.
+    rows: pointer to the ring; or, in the dtype of tokens, to the first slot in page 0 at its columns for sums. place:
+    number of slots of the ring, or pointer to the request's row of the page table.
     """
 
 
 @triton.jit
 def form_row(table_ptr, slot, inside, FORM: tl.constexpr):
-    """Offset of a slot of a request, int64; that of a slot of page 0 where not inside. inside: None if all are."""
+    """Offset of a request's slot, int64. inside: mask, False takes the slot from page 0; None: no mask."""
     page_ptr = table_ptr + slot // FORM.slots
     page = tl.load(page_ptr) if inside is None else tl.load(page_ptr, mask=inside, other=0)
     return page.to(tl.int64) * FORM.s_page + (slot % FORM.slots).to(tl.int64) * FORM.s_slot
@@ -77,8 +77,8 @@ def form_row(table_ptr, slot, inside, FORM: tl.constexpr):
 
 @triton.jit
 def tile_in_pages(table_ptr, first, count, tile, N: tl.constexpr, FORM: tl.constexpr):
-    """Offsets ``[N]`` of a tile of the ``count`` slots from slot ``first`` on; past the last of them that of the last,
-    of page 0 if there is none.
+    """Offsets ``[N]`` of tile number ``tile`` of the ``count`` slots from slot ``first`` on. Places past the last slot
+    repeat it; if ``count`` is 0 they are in page 0.
     """
     i = tl.minimum(tile * N + tl.arange(0, N), count - 1)
     return form_row(table_ptr, first + i, i >= 0, FORM)
@@ -86,24 +86,24 @@ def tile_in_pages(table_ptr, first, count, tile, N: tl.constexpr, FORM: tl.const
 
 @triton.jit
 def form_place(table_ptr, slot, inside, FORM: tl.constexpr):
-    """The page of a slot of a request times the slots of a page, plus the slot there, for `place_row`; that of a slot
-    of page 0 where not inside.
+    """A request's slot as one number for `place_row`: page times slots per page, plus slot in the page. Where not
+    inside the page is 0.
     """
     return tl.load(table_ptr + slot // FORM.slots, mask=inside, other=0) * FORM.slots + slot % FORM.slots
 
 
 @triton.jit
 def place_row(place, FORM: tl.constexpr, STORED: tl.constexpr = False):
-    """Offset of what `form_place` found, int64. STORED: of stored tokens, not of the index."""
+    """Offset, int64, of the place that `form_place` returned. STORED: of its stored tokens instead of its index."""
     s_page: tl.constexpr = FORM.s_stored_page if STORED else FORM.s_page
     s_slot: tl.constexpr = FORM.s_stored if STORED else FORM.s_slot
-    place = place.to(tl.uint32)  # divided without a look at its sign
+    place = place.to(tl.uint32)  # an unsigned division takes fewer instructions
     return (place // FORM.slots).to(tl.int64) * s_page + (place % FORM.slots).to(tl.int64) * s_slot
 
 
 @triton.jit
 def token_rows(place, position, inside, stride, NEAR: tl.constexpr):
-    """Offsets of tokens ``[n]``. place: as in `Tokens`; stride: from row to row of a ring; inside: as of `form_row`."""
+    """Offsets ``[n]`` of tokens by position. place: as in `Tokens`; stride: of ring rows; inside: as in `form_row`."""
     if NEAR is None:
         return (position % place).to(tl.int64) * stride
     else:
@@ -112,15 +112,15 @@ def token_rows(place, position, inside, stride, NEAR: tl.constexpr):
 
 @triton.jit
 def part_at(ptr, record):
-    """Offset of a part of records, in the part's numbers. ptr: to the part; record: offset of the record, in bytes."""
+    """Offset ``record``, in bytes, as a number of elements of the type that ``ptr`` points to."""
     return record // (ptr.dtype.element_ty.primitive_bitwidth // 8)
 
 
 @triton.jit
 def head_rows(ptr, head, kvh, rows, WIDTH: tl.constexpr, FAR: tl.constexpr, STORED: tl.constexpr = False):
-    """Offset of what is kept for a KV head: ``rows`` rows of WIDTH numbers for each, or its records in page 0.
+    """Offset of a KV head's data: of its ``rows`` rows of WIDTH numbers in a buffer, or of its records in page 0.
 
-    STORED: as of `place_row`.
+    head: batch row times K plus kvh, the KV head. STORED: as in `place_row`.
     """
     if FAR is None:
         return head * rows * WIDTH
@@ -130,13 +130,13 @@ def head_rows(ptr, head, kvh, rows, WIDTH: tl.constexpr, FAR: tl.constexpr, STOR
 
 @triton.constexpr_function
 def num_columns(WIDTH, g, NEAR):
-    """Columns that there are for a sum WIDTH wide: in pages as many for each token of a group."""
+    """Columns that a sum of WIDTH numbers takes: in pages rounded up, so that each of g tokens holds equally many."""
     return WIDTH if NEAR is None else g * _sum_part(WIDTH, g)
 
 
 @triton.jit
 def head_sums(ptr, head, kvh, slots, table_ptr, WIDTH: tl.constexpr, NEAR: tl.constexpr):
-    """The `HeadSums` of a KV head, WIDTH wide. slots: of a ring; table: of a request's pages."""
+    """The `HeadSums` of a KV head. WIDTH: numbers of a sum. slots: of a ring. table_ptr: row of the page table."""
     if NEAR is None:
         return HeadSums(ptr + head * slots * WIDTH, slots)
     else:
@@ -145,7 +145,7 @@ def head_sums(ptr, head, kvh, slots, table_ptr, WIDTH: tl.constexpr, NEAR: tl.co
 
 @triton.jit
 def sum_columns(sums, j, d, there, WIDTH: tl.constexpr, g: tl.constexpr, NEAR: tl.constexpr):
-    """Pointers to columns d ``[n]`` of the sum of the first j groups, WIDTH wide. there: columns that may be read."""
+    """Pointers ``[n]`` to columns d of the sum over the first j groups. there: mask of columns that may be accessed."""
     if NEAR is None:
         return sums.rows + (j % sums.place).to(tl.int64) * WIDTH + d
     else:

@@ -1,5 +1,5 @@
-"""Numbers as codes of 8 or 4 bits (`condense.ops.tensors.codes`), and entries as rows of bytes
-(`condense.ops.entries.EntryFormat`), in kernels: the same numbers to the bit.
+"""Quantization of numbers to codes of 8 or 4 bits (`condense.ops.tensors.codes`) and of entries to rows of bytes
+(`condense.ops.entries.EntryFormat`) in kernels, bit-equal to PyTorch's.
 
 Vectors are in parts, see `condense.ops.triton.device.parts`. No block of channels lies in two parts: the width of the
 first of two parts is a multiple of a block's width.
@@ -16,7 +16,7 @@ from condense.ops.entries import BLOCK_WIDTH, EntryFormat
 from condense.ops.triton.device.parts import load_rows, parts, store_row, tile_width
 
 _BLOCK = tl.constexpr(BLOCK_WIDTH)
-# what `middle_codes` takes from codes, so that their sizes are small; bfloat16 holds it and the code together
+# `middle_codes` subtracts this from codes 0 to 15, so that their sizes are small; bfloat16 holds the results exactly
 MIDDLE = tl.constexpr(8.0)
 
 
@@ -33,7 +33,7 @@ def _code_bytes(D, BITS):
 
 @triton.constexpr_function
 def _grid_start(D, BITS, dtype):
-    """Offset in bytes of the first step and zero of a row."""
+    """Offset in bytes of the first quantization step and zero in a row."""
     return EntryFormat(BITS).grid_start(D, dtype.primitive_bitwidth // 8)
 
 
@@ -50,7 +50,7 @@ def _step_unit(BITS):
 
 @triton.jit
 def codes_of(x, step, zero, BITS: tl.constexpr):
-    """The codes of numbers x, int32."""
+    """Codes of numbers x, int32: ``(x - zero) / step`` rounded, from 0 to ``2 ** BITS - 1``."""
     position = tl.div_rn(x - zero, tl.zeros_like(x) + step)
     return tl.minimum(tl.maximum(tl.floor(position + 0.5), 0.0), 2.0**BITS - 1).to(tl.int32)
 
@@ -63,7 +63,7 @@ def to_numbers(x, dtype: tl.constexpr):
 
 @triton.jit
 def unpacked(bytes, d, C: tl.constexpr, BITS: tl.constexpr):
-    """Codes of columns d, float32. bytes ``[n, P]``: for each column the byte ``d % C`` of its vector, which has C."""
+    """Codes of columns d, float32. bytes ``[n, P]``: byte ``d % C`` of each vector. C: bytes of a vector's codes."""
     if BITS < 8:
         bytes = (bytes.to(tl.int32) >> (d // C * BITS)[None, :]) & (2**BITS - 1)
     return bytes.to(tl.float32)
@@ -71,16 +71,16 @@ def unpacked(bytes, d, C: tl.constexpr, BITS: tl.constexpr):
 
 @triton.constexpr_function
 def run_width(C, P):
-    """Columns that `packed` keeps together, of P columns whose codes go to C bytes."""
+    """Length of the runs of columns that `packed` moves as one. P: all columns. C: bytes of their codes."""
     return min(C & -C, P // 16)
 
 
 @triton.jit
 def packed(codes, C: tl.constexpr, BITS: tl.constexpr):
-    """C bytes, and more, uint8 ``[n, m]``, of codes ``[n, P]``, which are 0 past the last column.
+    """Codes ``[n, P]``, 0 past the last column, packed to bytes, uint8 ``[n, m]``, of which the first C are used.
 
-    Byte c has those of columns c, ``C + c``, ..., from its lowest bits on. Runs of columns stay together, and go to
-    their bytes by a product with a matrix: sums of different multiples, at most 255.
+    Byte c has the codes of columns c, ``C + c``, ..., from its lowest bits on. A product with a matrix of powers of two
+    shifts runs of columns to their place and adds them up to bytes, which are at most 255 and so exact.
     """
     n: tl.constexpr = codes.shape[0]
     E: tl.constexpr = run_width(C, codes.shape[1])
@@ -95,7 +95,7 @@ def packed(codes, C: tl.constexpr, BITS: tl.constexpr):
         bytes = tl.permute(tl.reshape(tl.dot(places, runs), (M, n, E)), (1, 0, 2))
         return tl.reshape(bytes, (n, M * E)).to(tl.int32).to(tl.uint8)
     else:
-        # many short runs, for which such a matrix is too large: 64 columns at a time
+        # for many short runs that matrix is too large: multiply 64 columns at a time
         T: tl.constexpr = codes.shape[1] // 64
         tiles, bytes = tl.reshape(codes, (n, T, 64)), tl.zeros([n, M * E], tl.float32)
         for j in tl.range(0, T, num_stages=1):
@@ -122,10 +122,10 @@ def _codes_of_words(words, AT: tl.constexpr, BITS: tl.constexpr):
 
 @triton.constexpr_function
 def _codes_asm(AT, LESS, REST, MEANWHILE=""):
-    """Assembly for two bfloat16 numbers c, codes in bits ``[AT, AT + 4)`` of int16 words less a number; then REST.
+    """Assembly for two packed words: c = bfloat16 of the code in bits ``[AT, AT + 4)`` minus a constant; then REST.
 
-    A code in the last bits of 128.0 makes 128 plus the code, from which 128 and the number are taken exactly. LESS: the
-    opposite of both together, as bits of two bfloat16 numbers. MEANWHILE: what c need not wait for, into s.
+    A code in the last bits of bfloat16 128.0 makes 128 + code. LESS, ``-(128 + constant)`` as bits of two bfloat16
+    numbers, is added to that, exactly. MEANWHILE: instructions that compute s and do not depend on c.
     """
     return f"""{{ .reg .b32 c, s, least;
         mov.b32 least, {LESS};
@@ -138,9 +138,9 @@ def _codes_asm(AT, LESS, REST, MEANWHILE=""):
 
 @triton.jit
 def numbers_of(words, step, zero, AT: tl.constexpr, dtype: tl.constexpr):
-    """bfloat16 ``zero + step * code`` of the codes in bits ``[AT, AT + 4)`` of int16 words, on a GPU.
+    """bfloat16 ``zero + step * code`` of the codes in bits ``[AT, AT + 4)`` of int16 words, by assembly for a GPU.
 
-    The product and the sum are rounded once; in float32 neither needs rounding, so `to_numbers` gives the same bits.
+    The fused multiply-add rounds once. In float32 product and sum are exact, so `to_numbers` returns the same bits.
     """
     asm: tl.constexpr = _codes_asm(AT, 0xC300C300, "fma.rn.bf16x2 $0, c, $2, $3;")
     words, step = tl.broadcast(words, step.to(dtype))
@@ -150,7 +150,7 @@ def numbers_of(words, step, zero, AT: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def middle_codes(words, AT: tl.constexpr, dtype: tl.constexpr, ASM: tl.constexpr):
-    """Codes in bits ``[AT, AT + 4)`` of int16 words, less `MIDDLE`. ASM: there is a GPU that runs assembly."""
+    """Codes in bits ``[AT, AT + 4)`` of int16 words minus `MIDDLE`, in ``dtype``. ASM: a GPU may run assembly."""
     if ASM and dtype.is_bf16():
         asm: tl.constexpr = _codes_asm(AT, 0xC308C308, "mov.b32 $0, c;")
         return tl.inline_asm_elementwise(asm, "=r,r", [words], tl.bfloat16, False, 2)
@@ -160,11 +160,11 @@ def middle_codes(words, AT: tl.constexpr, dtype: tl.constexpr, ASM: tl.constexpr
 
 @triton.jit
 def signed_codes(words, signs, bit, AT: tl.constexpr, dtype: tl.constexpr, ASM: tl.constexpr):
-    """``code + 1/2``, or the opposite where bit ``AT + bit`` of an int16 word of signs is not set; codes and ASM as in
-    `middle_codes`. Words side by side have the same ``bit``, int32.
+    """``code + 1/2``, negative where bit ``AT + bit`` of the int16 word of signs is not set; codes and ASM as in
+    `middle_codes`. Both words of a pair of neighbours have the same ``bit``, int32.
     """
     if ASM and dtype.is_bf16():
-        # a word of signs, moved up, has the opposite of the number's sign as its last bit
+        # the sign's bit is shifted to bit 15, where bfloat16 has its sign, and inverted: set means positive here
         asm: tl.constexpr = _codes_asm(AT, 0xC2FFC2FF, "lop3.b32 $0, c, s, 0x80008000, 0xD2;", "shl.b32 s, $2, $3;")
         words, bit = tl.broadcast(words, bit)
         given = [words, signs, (15 - AT) - bit]
@@ -177,28 +177,28 @@ def signed_codes(words, signs, bit, AT: tl.constexpr, dtype: tl.constexpr, ASM: 
 
 @triton.jit
 def to_words(x, D: tl.constexpr):
-    """The four parts ``[n, D / 4]`` of vectors ``[n, D]``: columns whose codes are in bits 0, 4, 8 and 12 of words."""
+    """Vectors ``[n, D]`` in four parts ``[n, D / 4]``: columns whose codes begin at bits 0, 4, 8, 12 of int16 words."""
     even, odd = tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, D // 4, 2)), (0, 2, 1, 3)))  # [n, D // 4, 2]
     return tl.split(even) + tl.split(odd)
 
 
 @triton.jit
 def from_words(x, D: tl.constexpr):
-    """Vectors ``[n, D]`` of four parts, the opposite of `to_words`."""
+    """Vectors ``[n, D]`` from their four parts: the inverse of `to_words`."""
     x = tl.permute(tl.join(tl.join(x[0], x[1]), tl.join(x[2], x[3])), (0, 2, 1, 3))  # [n, 2, D // 4, 2]
     return tl.reshape(x, (x.shape[0], D))
 
 
 @triton.jit
 def pair_of(word, dtype: tl.constexpr):
-    """Two numbers of ``dtype`` that were loaded as one word."""
+    """Both numbers of ``dtype`` in a word that is twice as wide."""
     first = word.to(_bits_of(dtype, 1)).to(dtype, bitcast=True)
     return first, (word >> dtype.primitive_bitwidth).to(_bits_of(dtype, 1)).to(dtype, bitcast=True)
 
 
 @triton.jit
 def _load_columns(ptr, LO: tl.constexpr, N: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr):
-    """Columns ``[LO, LO + N)`` of the vectors of width D in the rows that begin at ``ptr`` ``[n]``, zeros behind."""
+    """Load and decode columns ``[LO, LO + N)`` of vectors of width D in the rows at ``ptr`` ``[n]``; then zeros."""
     P: tl.constexpr = tile_width(N)
     W: tl.constexpr = min(P, _BLOCK)
     C: tl.constexpr = _code_bytes(D, BITS)
@@ -207,7 +207,7 @@ def _load_columns(ptr, LO: tl.constexpr, N: tl.constexpr, D: tl.constexpr, BITS:
     grid_at = (ptr + _grid_start(D, BITS, dtype))[:, None].to(tl.pointer_type(_bits_of(dtype, 2))) + block[None, :]
     grid = tl.load(grid_at) if P == N else tl.load(grid_at, mask=(block * _BLOCK < LO + N)[None, :], other=0)
     if P == N and (BITS == 8 or P == D):
-        # whole words of codes take a third of the instructions
+        # loading codes as whole words takes a third of the instructions
         word = LO // 4 + tl.arange(0, P * BITS // 32)
         words = tl.load(ptr[:, None].to(tl.pointer_type(tl.uint32)) + word[None, :])  # [n, P * BITS // 32]
         codes = _codes_of_words(words, 0, BITS)
@@ -224,9 +224,9 @@ def _load_columns(ptr, LO: tl.constexpr, N: tl.constexpr, D: tl.constexpr, BITS:
 
 @triton.jit
 def _load_words(ptr, D: tl.constexpr, dtype: tl.constexpr):
-    """Vectors of width D in 4 bits, in the rows that begin at ``ptr`` ``[n]``, in the parts of `to_words`.
+    """Load and decode 4-bit vectors of width D in the rows that begin at ``ptr`` ``[n]``, in the parts of `to_words`.
 
-    D is a power of two and at least two blocks, so that a byte's codes are of two blocks.
+    D is a power of two and at least two blocks, so that both codes of a byte are in different blocks.
     """
     BLOCKS: tl.constexpr = D // _BLOCK // 2
     SIZE: tl.constexpr = _BLOCK // 2
@@ -245,7 +245,7 @@ def _load_words(ptr, D: tl.constexpr, dtype: tl.constexpr):
 
 @triton.constexpr_function
 def entries_in_words(ptr, dtype, D0, D1, BITS, ASM):
-    """Whether `load_vectors` gives vectors in the parts of `to_words`."""
+    """Whether `load_vectors` returns vectors in the parts of `to_words`."""
     whole = D1 == 0 and tile_width(D0) == D0 and D0 >= 2 * BLOCK_WIDTH
     return ptr.element_ty == tl.uint8 and ASM and BITS == 4 and dtype.is_bf16() and whole
 
@@ -254,10 +254,10 @@ def entries_in_words(ptr, dtype, D0, D1, BITS, ASM):
 def load_vectors(
     ptr, at, dtype: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr
 ):  # fmt: skip
-    """Vectors that begin at ``ptr + at``, in ``dtype``. If ``ptr`` points to bytes they are decoded.
+    """Load vectors that begin at ``ptr + at``, in ``dtype``; decode them if ``ptr`` points to bytes.
 
-    Columns past the last are finite. ASM: there is a GPU that runs the assembly of `numbers_of`, as there is where
-    kernels are launched early. `entries_in_words` says in which parts.
+    Columns past the last are finite. They are in parts of D0 and D1 columns, or in those of `to_words` if
+    `entries_in_words` says so. ASM: the GPU runs the assembly of `numbers_of`, as all that launch kernels early do.
     """
     if ptr.dtype.element_ty != tl.uint8:
         return load_rows(ptr, at, None, D0, D1)
@@ -270,7 +270,7 @@ def load_vectors(
 
 @triton.jit
 def _step(zero, largest, BITS: tl.constexpr, dtype: tl.constexpr):
-    """Steps of blocks, normal numbers of ``dtype``, rounded to 8 significant bits, ties to even."""
+    """Quantization steps of blocks, normal numbers of ``dtype``, rounded to 8 significant bits, ties to even."""
     step = ((largest - zero) * _step_unit(BITS)).to(tl.int32, bitcast=True)
     step = (step + 0x7FFF + ((step >> 16) & 1)) & -65536
     return tl.maximum(step.to(tl.float32, bitcast=True), 2.0**-14 if dtype.is_fp16() else 2.0**-126)
@@ -278,7 +278,7 @@ def _step(zero, largest, BITS: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def _quantised(x, N: tl.constexpr, BITS: tl.constexpr):
-    """Codes ``[1, P]`` of x ``[1, P]``, a part of N columns; steps and zeros ``[1, blocks]``; the numbers they give."""
+    """Codes ``[1, P]`` of x ``[1, P]``, a part of N columns; steps and zeros ``[1, blocks]``; decoded ``[1, P]``."""
     P: tl.constexpr = x.shape[1]
     W: tl.constexpr = min(P, _BLOCK)
     inside = tl.reshape(tl.arange(0, P) < N, (1, P // W, W))
@@ -286,7 +286,7 @@ def _quantised(x, N: tl.constexpr, BITS: tl.constexpr):
     zero = tl.min(tl.where(inside, wide, float("inf")), 2)  # [1, P // W]
     step = _step(zero, tl.max(tl.where(inside, wide, float("-inf")), 2), BITS, x.dtype)
     codes = codes_of(wide, step[:, :, None], zero[:, :, None], BITS)  # [1, P // W, W]
-    # a latent may end before its tile, in which then whole blocks are outside
+    # the tile of a latent may have whole blocks past the last column, whose step and zero are meaningless
     numbers = tl.where(inside, zero[:, :, None] + step[:, :, None] * codes.to(tl.float32), 0.0)
     return tl.reshape(codes, (1, P)), step, zero, tl.reshape(to_numbers(numbers, x.dtype), (1, P))
 
@@ -324,7 +324,7 @@ def _store_codes(
 def put_vector(ptr, x, writes, D0: tl.constexpr, D1: tl.constexpr, BITS: tl.constexpr):
     """Store the vector x ``[1, P]`` in its row at ``ptr`` if ``writes``; return it as it will be read from there.
 
-    In 16 bits that is x itself, in fewer x rounded to the numbers that its codes stand for.
+    With 16 bits that is x itself, with fewer its decoded codes.
     """
     if BITS == 16:
         if writes:

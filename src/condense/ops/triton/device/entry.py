@@ -17,8 +17,8 @@ from condense.ops.types import Pooling
 
 
 class CoarseKind(NamedTuple):
-    """Coarse entries: slots of the ring of fine ones, a multiple of the ``chunks`` that each stands for; the window
-    that it is behind; its bias, base 2.
+    """Coarse entries, each the mean of ``chunks`` fine ones (`condense.ops.coarse`). slots: of the ring of fine ones, a
+    multiple of ``chunks``. window: newest tokens, none of which a coarse entry stands for. bias: base 2.
     """
 
     slots: int
@@ -32,19 +32,19 @@ class Kind(NamedTuple):
 
     D0, D1: columns of both parts of keys. V0, V1: of values. latent: values are the first D0 columns of the keys.
     scored: a summary query weighs a chunk's tokens. key_pooling, value_pooling: poolings of keys and of values.
-    focal: tokens of a chunk that become entries of their own. tile: scores of a chunk that are ranked at once.
+    focal: tokens of a chunk that become entries of their own. tile: chunk as a power of two, 1 without focal.
     period: entries per chunk if only its pooled entry has the bias, else 0.
     has_first: some entries may stand before those of the first chunk. has_real: rows may have no new token.
     rows: query heads per tile. keys: keys per tile. precision: of products.
     early: a kernel is launched while the one before still runs (programmatic dependent launch).
     joins: the last program of a KV head to finish joins the outputs of all splits; otherwise a second kernel does.
     joined_parts: splits per tile of that join.
-    near, far, past: forms of the pages of tokens, entries and queries, None where these lie side by side; a row's
-    queries lie in one page. stores, attends: what a launch does.
+    near, far, past: forms of the pages of tokens, entries and mean queries, None in contiguous buffers; a row's queries
+    lie in one page. stores, attends: whether a launch stores the new token, and whether it attends.
     matched: each entry has a bias of its own. softcap: cap of attention's scores, base 2, 0.0 for none.
     entry_bits: bits per number of an entry, see `condense.ops.entries.EntryFormat`. coarse: None without such entries.
     K: KV heads. R: query heads per KV head. num_summary: mean queries in a summary query. chunk: tokens of a chunk.
-    Only `condense.ops.triton.step_kernels` reads these four: to divide by what varies would take long.
+    Only `condense.ops.triton.step_kernels` reads these four; they are constants so that divisions by them are fast.
     """
 
     D0: int
@@ -84,19 +84,19 @@ class Kind(NamedTuple):
 class Buffer(namedtuple("Buffer", "k v s_k s_v size")):
     """Keys and values of one KV head.
 
-    k, v: pointers to the first, or to the first slot of page 0. s_k, s_v: strides to the next, of pages within one.
-    size: their number; over pages a pointer to the numbers of the request's pages.
+    k, v: pointers to the first row, or to the head's first slot in page 0. s_k, s_v: strides of rows, or of slots in a
+    page. size: number of rows, or pointer to the request's row of the page table.
     """
 
 
 class Queries(namedtuple("Queries", "q s_q size")):
-    """Queries. q: pointer to the first. s_q: stride to the next. size: their number."""
+    """Query vectors in memory. q: pointer to the first. s_q: stride to the next. size: their number."""
 
 
 class Chunk(namedtuple("Chunk", "first size t k v")):
-    """A chunk.
+    """A chunk of tokens, the last of which may be the step's new token.
 
-    first: position of its first token. size: its tokens. t, k, v: position, key and value of the new token.
+    first: position of its first token. size: tokens. t, k, v: position, key and value of the new token.
     """
 
 
@@ -129,7 +129,7 @@ def mean_query(heads, D0: tl.constexpr, D1: tl.constexpr):
 def summary_query(mean, ring, t, count, D0: tl.constexpr, D1: tl.constexpr):
     """Mean in float32 of the newest ``count`` mean queries, or of all if t + 1 < ``count``.
 
-    mean: the one of token t.
+    mean: mean query of token t. ring: `Queries` of the tokens before it.
     """
     total = [x.to(tl.float32) for x in mean]
     for start in range(1, count, 16):
@@ -141,7 +141,7 @@ def summary_query(mean, ring, t, count, D0: tl.constexpr, D1: tl.constexpr):
 
 @triton.jit
 def _tokens(ring, ptr, stride, new, chunk, i, D0: tl.constexpr, D1: tl.constexpr, KIND: tl.constexpr):
-    """Rows of tokens i of the chunk, zeros past its end. They are read at ``ptr``, the new token from ``new``."""
+    """Keys or values ``[16, P]`` of tokens i of the chunk, zeros past its end; the new token's is ``new``."""
     NEAR: tl.constexpr = KIND.near
     at = token_rows(ring.size, chunk.first + i, i < chunk.size, stride, NEAR)
     position = chunk.first + i
@@ -159,7 +159,7 @@ def chunk_keys(ring, chunk, i, KIND: tl.constexpr):
 
 @triton.jit
 def chunk_values(ring, chunk, i, KIND: tl.constexpr):
-    """Values of tokens i of the chunk, unless they are latents."""
+    """Values of tokens i of the chunk; not for latents, whose values are columns of their keys."""
     return _tokens(ring, ring.v, ring.s_v, chunk.v, chunk, i, KIND.V0, KIND.V1, KIND)
 
 
@@ -174,7 +174,7 @@ def row_products(x, row):
 
 @triton.jit
 def _scores(x, summary, inside, scale, SCORED: tl.constexpr):
-    """Scores of 16 tokens, -inf where not inside; not SCORED: 0."""
+    """Scores ``[16]`` of tokens x for the summary query, all 0 unless SCORED; -inf where not inside."""
     s = row_products(x, summary) * scale if SCORED else tl.zeros([16], tl.float32)
     return tl.where(inside, s, float("-inf"))
 
@@ -216,7 +216,7 @@ def _pool_part(acc, x, w, HOW: tl.constexpr):
 
 @triton.jit
 def _pool(acc, x, w, HOW0: tl.constexpr, HOW1: tl.constexpr):
-    """Adds one more tile of tokens to a pooled row, whose parts may be pooled in different ways."""
+    """Add a tile of tokens to a pooled row, whose two parts may be pooled in different ways, HOW0 and HOW1."""
     first = _pool_part(acc[0], x[0], w, HOW0)
     return parts(first, _pool_part(acc[1], x[1], w, HOW1) if len(acc) == 2 else None)
 
@@ -249,7 +249,7 @@ def make_entries(entries, ring, chunk, summary, scores, slot, writes, scale, KIN
     """Pool a chunk; return key and value rows of the entry. Store focal tokens from ``slot`` on if ``writes``.
 
     summary: the query that weighs the tokens; not read unless ``KIND.scored``. scores: `all_scores`; not read without
-    focal tokens. The first part of a latent is pooled as a value.
+    focal tokens. The first part of a latent is pooled as values are.
     """
     KEY: tl.constexpr = KIND.key_pooling
     VALUE: tl.constexpr = KIND.value_pooling

@@ -1,8 +1,8 @@
 """Rows of any width in tiles whose width is a power of two: 192 columns are 128 + 64, 80 are 64 + 16.
 
 A tile of rows is a tuple of one or two tensors ``[n, P]``, its parts. One tile of 256 or 128 columns would load and
-multiply columns that do not exist. D0 and D1 are the widths of the parts, D1 = 0 if there is one; P is either of them
-rounded up to a power of two, at least 16, as matrix units need.
+multiply columns that do not exist. D0 and D1 are the widths of the parts, D1 = 0 if there is only one; P is the width
+of a part rounded up to a power of two, at least 16, as tensor cores need.
 """
 
 import triton
@@ -10,7 +10,7 @@ import triton.language as tl
 
 
 def split_width(width: int) -> tuple[int, int]:
-    """Widths of both parts: the largest power of two <= width, at least 32 if there are as many; and the rest."""
+    """Widths of both parts: the largest power of two <= width, and the rest. Widths below 32 are not split."""
     first = min(width, max(32, 1 << (width.bit_length() - 1)))
     return first, width - first
 
@@ -37,7 +37,7 @@ def parts(first, rest):
 
 @triton.jit
 def zeros(N: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr):
-    """Accumulators of n rows."""
+    """Zeros for N rows in parts, float32 ``[N, P]``: new accumulators."""
     first = tl.zeros([N, tile_width(D0)], tl.float32)
     return parts(first, tl.zeros([N, tile_width(D1)], tl.float32) if D1 > 0 else None)
 
@@ -56,7 +56,7 @@ def _load_columns(ptr, at, inside, LO: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def load_rows(ptr, at, inside, D0: tl.constexpr, D1: tl.constexpr):
-    """Load the rows that begin at ``ptr + at``; zeros where not inside. inside: None if all are."""
+    """Load the rows that begin at ``ptr + at``; zeros where not inside. inside: bool ``[n]``, None if all are."""
     first = _load_columns(ptr, at, inside, 0, D0)
     return parts(first, _load_columns(ptr, at, inside, D0, D1) if D1 > 0 else None)
 
@@ -90,14 +90,14 @@ def store_row(ptr, x, D0: tl.constexpr, D1: tl.constexpr):
 
 @triton.jit
 def load_block(sources, at, N: tl.constexpr):
-    """n rows from ``at`` on, through one descriptor per part, with any leading dimensions."""
+    """Load N rows from index ``at`` on. sources: one tensor descriptor per part, with any leading dimensions."""
     tiles = [source.load(at) for source in sources]
     return [tile.reshape(N, tile.shape[-1]) for tile in tiles]
 
 
 @triton.jit
 def products(a, b, PRECISION: tl.constexpr):
-    """The product of every row of a with every row of b."""
+    """``a @ b.T`` of rows in parts: the product of every row of a with every row of b."""
     s = tl.dot(a[0], tl.trans(b[0]), input_precision=PRECISION)
     for part in tl.static_range(1, len(a)):
         s = tl.dot(a[part], tl.trans(b[part]), s, input_precision=PRECISION)
@@ -106,7 +106,7 @@ def products(a, b, PRECISION: tl.constexpr):
 
 @triton.jit
 def add_weighted(acc, weights, x, PRECISION: tl.constexpr):
-    """acc plus ``weights @ x``; weights are rounded to the dtype of x."""
+    """``acc + weights @ x`` for rows x in parts; weights are rounded to the dtype of x."""
     weights, sums = weights.to(x[0].dtype), ()
     for part in tl.static_range(len(acc)):
         sums = sums + (tl.dot(weights, x[part], acc[part], input_precision=PRECISION),)  # noqa: RUF005

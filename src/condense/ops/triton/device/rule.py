@@ -43,7 +43,7 @@ class Row(namedtuple("Row", "b head")):
 
 @triton.jit
 def tile_rows(first, j, L, R, BM: tl.constexpr):
-    """Query, query head, and whether it counts, of rows j of a tile of BM rows that begins at query ``first``."""
+    """Query and query head of each row j of a tile whose first query is ``first``, and whether the row counts."""
     rows = BM // R * R
     kept = tl.minimum(j, rows - 1)
     i = first + kept // R
@@ -52,7 +52,7 @@ def tile_rows(first, j, L, R, BM: tl.constexpr):
 
 @triton.jit
 def start_of_row(b, start, starts_ptr, KIND: tl.constexpr):
-    """`Start` of batch row b: loaded from int32 ``[B, 4]`` if rows start apart, else ``start``."""
+    """`Start` of batch row b: loaded from int32 ``[B, 4]`` if KIND is "rows", else ``start``."""
     if KIND == "rows":
         at = starts_ptr + b * 4
         start = Start(tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3))
@@ -73,7 +73,7 @@ def row_of_program(numbers, spans_ptr, K, KIND: tl.constexpr, strides=0, AXIS: t
 
 @triton.jit
 def program_rows(first, stop, R, BM: tl.constexpr):
-    """`tile_rows` of a program of a grid (tiles, B * K), for queries ``[first, stop)``; first: None for 0.
+    """`tile_rows` for a program of a grid (tiles, B * K) over queries ``[first, stop)``. first: None means 0.
 
     The last queries see the most keys and take longest, so their programs start first.
     """
@@ -111,10 +111,10 @@ def begins_at_0(n, KIND):
 
 @triton.jit
 def seen_by(n: tl.constexpr, keys, size, L, row, spans, seen, s_seen, KIND: tl.constexpr):
-    """Queries ``[lo, hi)`` that see each of the keys of source n, of ``size``; none for keys past its end.
+    """Queries ``[lo, hi)`` that see each of ``keys`` of source n, which has ``size`` keys; none for keys past its end.
 
     lo and hi of spans never decrease along the queries, so the queries that see a key are adjacent. seen: with arrays,
-    for each source a pointer to this function's results, int32 ``[2, B|1, K|1, size]``; s_seen: its first strides.
+    for each source a pointer to this function's results, int32 ``[2, B|1, K|1, size]``; s_seen: its first 3 strides.
     """
     if KIND == "arrays":
         edge, s_b, s_h = s_seen[n]
@@ -151,7 +151,7 @@ def split(lo, inner_lo, inner_hi, hi, step):
 
 @triton.jit
 def cut(lo, hi, FROM_0: tl.constexpr, STEP: tl.constexpr):
-    """First key that a tile's rows see, both cuts of `split`, and the end of the last. FROM_0: every lo is 0."""
+    """Begin and end of the keys that a tile's rows see, with both cuts of `split` in between. FROM_0: every lo is 0."""
     if FROM_0:
         first, inner = 0, 0
     else:

@@ -1,9 +1,9 @@
-"""Products of queries with signs and centres of keys whose bytes of signs are no power of two, such as latents.
+"""Products of int8 queries with sign bits and centres of keys whose W sign bytes are no power of two, such as latents.
 
-The W bytes of a token's signs are cut into two pieces, 72 into 64 + 8, whose bits are multiplied by the whole numbers
-of queries in 8 bits, exactly. A byte has a bit of each of eight parts of a key, each of W columns. The first piece is a
-tile for each part. The rest of a part would be a small tile: those of several parts stand side by side in one. Codes of
-centres have the same places, four parts in each half of a byte.
+The W bytes are cut into two pieces, 72 into 64 + 8. Bit i of byte c is the sign of column ``i * W + c``: a key has
+eight parts (bit planes) of W columns. The first piece of a part is one tile of a matrix product. The second piece is
+too narrow for tensor cores, so those of several parts share a tile. Codes of centres are laid out like the bytes, with
+parts 0 to 3 in their low 4 bits and parts 4 to 7 in their high ones. All products are exact.
 
 Shapes: n tokens or centres, D key width, W bytes of a token's signs, BR query heads, C columns of a tile.
 """
@@ -18,14 +18,14 @@ from condense.ops.triton.device.parts import load_rows, split_width, store_rows
 from condense.ops.triton.device.signs import floats_of, sign_bytes, turned_part, unit_of, whole_numbers
 
 _CENTRE = tl.constexpr(CENTRE_LEVELS)
-# columns of a tile of the rest: the fewest that matrix units multiply in 8 bits
+# columns of a tile of second pieces: the fewest that tensor cores multiply in 8 bits
 _COLUMNS = tl.constexpr(32)
 _split_width = triton.constexpr_function(split_width)
 
 
 @triton.constexpr_function
 def _sizes(D):
-    """Bytes of both pieces, and parts whose rest stands in one tile."""
+    """Bytes of the first and of the second piece, and number of parts whose second pieces share a tile."""
     first = 1 << (sign_bytes(D).bit_length() - 1)
     rest = sign_bytes(D) - first
     return first, rest, 32 // max(rest, 1)
@@ -33,14 +33,14 @@ def _sizes(D):
 
 @triton.constexpr_function
 def in_pieces(D):
-    """Whether signs of keys of width D are read in pieces: whole words, of which the rest fills tiles."""
+    """Whether this module reads keys of width D: the first piece has 32 bytes or more, the second ones fill tiles."""
     first, rest, _ = _sizes(D)
     return D % 8 == 0 and first >= 32 and rest in (4, 8, 16)
 
 
 @triton.jit
 def _places(TILE: tl.constexpr, D: tl.constexpr):
-    """The parts and the bytes, from the first of the rest on, of the columns of a tile of the rest, both ``[C]``."""
+    """Part and byte number of each column of tile number TILE of second pieces, both ``[C]``."""
     sizes: tl.constexpr = _sizes(D)
     c = tl.arange(0, _COLUMNS)
     return TILE * sizes[2] + c // sizes[1], sizes[0] + c % sizes[1]
@@ -48,13 +48,13 @@ def _places(TILE: tl.constexpr, D: tl.constexpr):
 
 @triton.constexpr_function
 def _shift_asm(MASK, AT=None):
-    """Assembly that moves four bytes down by AT bits, or by what is given, and keeps the bits of a mask."""
+    """Assembly for four packed bytes: shift right by AT bits, or by the second operand if None, and mask each byte."""
     return f"{{ .reg .b32 c; shr.b32 c, $1, {'$2' if AT is None else AT}; and.b32 $0, c, {MASK * 0x01010101}; }}"
 
 
 @triton.jit
 def _bits(bytes, AT: tl.constexpr, MASK: tl.constexpr, ASM: tl.constexpr):
-    """Bits from AT on of bytes, as int8. ASM: there is a GPU that runs assembly."""
+    """``(bytes >> AT) & MASK`` as int8. ASM: use inline assembly, which needs a GPU."""
     if ASM:
         return tl.inline_asm_elementwise(_shift_asm(MASK, AT), "=r,r", [bytes], tl.int8, True, 4)
     else:
@@ -63,7 +63,7 @@ def _bits(bytes, AT: tl.constexpr, MASK: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def _bits_from(bytes, at, MASK: tl.constexpr, ASM: tl.constexpr):
-    """`_bits` from ``at`` int32 on, which is the same for four bytes side by side."""
+    """``(bytes >> at) & MASK`` as int8, for shifts ``at``, int32, that are the same in each run of four bytes."""
     if ASM:
         bytes, at = tl.broadcast(bytes, at)
         return tl.inline_asm_elementwise(_shift_asm(MASK), "=r,r,r,r,r,r", [bytes, at], tl.int8, True, 4)
@@ -73,21 +73,22 @@ def _bits_from(bytes, at, MASK: tl.constexpr, ASM: tl.constexpr):
 
 @triton.constexpr_function
 def query_bytes(D):
-    """Bytes of a query head between `put_queries` and `load_queries`."""
+    """Bytes per query head of the buffer that `put_queries` writes and `load_queries` reads."""
     return D + 16
 
 
 @triton.jit
 def _numbers_of(ptr, D: tl.constexpr):
-    """Pointers to the two numbers, float32, behind the bytes at ``ptr``."""
+    """Pointers to a query head's two float32 numbers, which follow its D bytes at ``ptr``."""
     return (ptr + D).to(tl.pointer_type(tl.float32))
 
 
 @triton.jit
 def put_queries(q_ptr, s_qh, r, R, rotation_ptr, turned_ptr, whole_ptr, D: tl.constexpr):
-    """Turn query heads r of one KV head, and write them to ``turned``, float32 ``[R, D]``, unless it is None; and
-    rounded, as by `condense.ops.recall.turned_queries`, to ``whole``, int8 ``[R, query_bytes]``: whole numbers, then
-    their sum and what one of them stands for.
+    """Rotate query heads r of one KV head and write them in 8 bits, as `condense.ops.recall.turned_queries` rounds.
+
+    whole_ptr: int8 ``[R, query_bytes]``: D integers, then their sum and their scale (`unit_of`) in float32.
+    turned_ptr: for the rotated queries before rounding, float32 ``[R, D]``; None: they are not written.
     """
     widths: tl.constexpr = _split_width(D)
     at = r.to(tl.int64)
@@ -106,8 +107,8 @@ def put_queries(q_ptr, s_qh, r, R, rotation_ptr, turned_ptr, whole_ptr, D: tl.co
 
 @triton.jit
 def load_queries(whole_ptr, r, R, D: tl.constexpr):
-    """Query heads r as `put_queries` wrote them: whole numbers int8, in tiles; their sums, and what one stands for,
-    both float32 ``[BR]``.
+    """Load query heads r that `put_queries` wrote: int8 integers, in eight tiles of first pieces and then tiles of
+    second ones; sums and scales of heads, both float32 ``[BR]``.
     """
     sizes: tl.constexpr = _sizes(D)
     W: tl.constexpr = sign_bytes(D)
@@ -124,7 +125,7 @@ def load_queries(whole_ptr, r, R, D: tl.constexpr):
 
 @triton.jit
 def load_pieces(ptr, D: tl.constexpr):
-    """Bytes of signs that begin at ``ptr`` ``[n]``: of the first piece, and of the rest as its tiles have them."""
+    """Sign bytes that begin at ``ptr`` ``[n]``: first pieces, and second ones repeated over the C columns of a tile."""
     _, byte = _places(0, D)
     first: tl.constexpr = _sizes(D)[0]
     return tl.load(ptr[:, None] + tl.arange(0, first)[None, :]), tl.load(ptr[:, None] + byte[None, :])
@@ -132,7 +133,10 @@ def load_pieces(ptr, D: tl.constexpr):
 
 @triton.jit
 def piece_sign_products(signs, queries, total, steps, D: tl.constexpr, ASM: tl.constexpr):
-    """As `condense.ops.triton.device.signs.sign_products`. signs: of `load_pieces`."""
+    """Products ``[n, BR]`` as of `condense.ops.triton.device.signs.sign_products`.
+
+    signs: from `load_pieces`. queries, total: integers and sums from `load_queries`.
+    """
     s = tl.zeros([steps.shape[0], total.shape[0]], tl.int32)
     for part in tl.static_range(8):
         s = tl.dot(_bits(signs[0], part, 1, ASM), tl.trans(queries[part]), s, out_dtype=tl.int32)
@@ -144,7 +148,10 @@ def piece_sign_products(signs, queries, total, steps, D: tl.constexpr, ASM: tl.c
 
 @triton.jit
 def piece_centre_products(ptr, queries, total, D: tl.constexpr, ASM: tl.constexpr):
-    """As `condense.ops.triton.device.signs.centre_products`, of centres whose codes begin at ``ptr`` ``[n]``."""
+    """Products ``[n, BR]`` as of `condense.ops.triton.device.signs.centre_products`.
+
+    ptr ``[n]``: where the centres' codes begin. queries, total: integers and sums from `load_queries`.
+    """
     W: tl.constexpr = sign_bytes(D)
     first: tl.constexpr = _sizes(D)[0]
     s = tl.zeros([ptr.shape[0], total.shape[0]], tl.int32)

@@ -1,8 +1,8 @@
-"""The index of Recall in kernels: signs of turned keys, a step per token and a centre per group, see
+"""Recall's index in kernels: sign bits and a quantization step per key, and a centre per group, see
 `condense.ops.recall.index`.
 
-The rotation is a matrix ``[D, D]`` in the dtype of keys and queries, which hold 1 and -1 exactly. Only its blocks along
-the diagonal are read.
+Keys and queries are rotated ("turned" in names): multiplied by a matrix ``[D, D]`` in their dtype, whose blocks along
+the diagonal hold 1 and -1. Only these blocks are read; all other numbers are 0.
 
 Shapes: n tokens, D key width, W bytes of a token's signs, BR query heads.
 """
@@ -23,37 +23,37 @@ _CENTRE = tl.constexpr(index.CENTRE_LEVELS)
 _BELOW = tl.constexpr((1 << index.CENTRE_DROPPED) - 1)
 _UNIT = tl.constexpr(1 / index.QUERY_LEVELS)
 _TINY = tl.constexpr(2.0**-126)
-# the sum of this and a number below 2 ** 22 has no digits behind the point, and is rounded half to even
+# added to a float32 below 2 ** 22 and subtracted again, this rounds it to an integer, half to even
 ROUNDING = tl.constexpr(1.5 * 2**23)
-# what a set bit times a whole number 1 of a query is, see `_bits`
+# a set bit, 2 ** (i - 24), times the integer 1 of a query, 2 ** (7 - i): see `_bits`
 _BIT = tl.constexpr(2.0**-17)
 
 
 @triton.jit
 def floats_of(x):
-    """The same numbers in float32, of int32 x from -(2 ** 22) to 2 ** 22: few units of a GPU convert, but many add."""
+    """int32 x, at most 2 ** 22 in size, as float32: by additions, for which a GPU has more units than to convert."""
     return (x + 0x4B400000).to(tl.float32, bitcast=True) - ROUNDING
 
 
 @triton.constexpr_function
 def turned_columns(D):
-    """Columns that are turned at a time: whole blocks of the rotation."""
+    """Columns that are rotated at a time: a multiple of the width of the rotation's blocks, at least 64."""
     return max(64, block_width(D))
 
 
 @triton.jit
 def _rotation(rotation_ptr, row, column, there, D: tl.constexpr):
-    """Rows of the rotation, ``[rows, columns]``, 0 where a column is not there."""
+    """Numbers of the rotation at ``row`` and ``column``, ``[rows, columns]``; 0 past row D and where not ``there``."""
     mask = (row < D)[:, None] & there[None, :]
     return tl.load(rotation_ptr + row[:, None] * D + column[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
 def _turned_query(x, matrix):
-    """Columns of turned queries, float32 ``[n, columns]``. x ``[n, rows]``; matrix: as of `_rotation`.
+    """Rotated queries ``x @ matrix``, float32 ``[n, columns]``. x ``[n, rows]``, matrix ``[rows, columns]``.
 
-    The error of a query is in all of its scores. Products of float32 are added in one chain, whose error grows with
-    its length: here in chains of 16, which are added up at the end.
+    A query's rounding error enters all of its scores. Float32 products are added in one chain, whose error grows with
+    its length: so they are added in chains of 16, and the chains at the end.
     """
     if x.dtype.is_fp32() and x.shape[1] > 16:
         C: tl.constexpr = x.shape[1] // 16
@@ -66,7 +66,7 @@ def _turned_query(x, matrix):
 
 @triton.jit
 def centre_unit(largest, dtype: tl.constexpr, D: tl.constexpr):
-    """The step of a centre, rounded to ``dtype``, from its largest number; and one step of its numbers, float32."""
+    """Quantization step of a centre in ``dtype``, from its largest size; and step times block width, float32."""
     places = (largest * (1 / (_CENTRE * block_width(D)))).to(tl.int32, bitcast=True)
     step = ((places + _BELOW) & ~_BELOW).to(tl.float32, bitcast=True).to(dtype)
     return step, step.to(tl.float32) * block_width(D)
@@ -74,26 +74,26 @@ def centre_unit(largest, dtype: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def centre_codes(mean, unit):
-    """Codes of the numbers of a centre, float32."""
+    """Codes 0 to 15, as float32, of a centre's numbers ``mean``. unit: the second result of `centre_unit`."""
     codes = tl.floor(tl.div_rn(mean, tl.zeros_like(mean) + tl.maximum(2 * unit, _TINY)) + (_CENTRE + 1) / 2)
     return tl.minimum(tl.maximum(codes, 0.0), _CENTRE)
 
 
 @triton.jit
 def centre_numbers(codes, unit):
-    """The numbers of a centre from its codes."""
+    """Numbers of a centre from its codes; unit as in `centre_codes`."""
     return unit * (2 * codes - _CENTRE)
 
 
 @triton.jit
 def key_steps(squares, sizes, D: tl.constexpr):
-    """Steps of tokens, float32, from the sums of their turned keys' squares and of their absolute values."""
+    """Quantization steps of tokens, float32, from sums of squares and absolute values of rotated key minus centre."""
     return tl.div_rn(squares, tl.maximum(sizes, _TINY) * block_width(D))
 
 
 @triton.constexpr_function
 def _first_row(part, D):
-    """First row of the rotation that has numbers in the columns of this part of a key, `_num_rows` of them at most."""
+    """First row of the rotation that is not 0 in the columns of `_turned_part`; at most `_num_rows` rows are not 0."""
     P = block_width(D)
     return part * sign_bytes(D) // P * P
 
@@ -106,7 +106,10 @@ def _num_rows(D):
 
 @triton.jit
 def _turned_part(q_ptr, s_qh, r, R, rotation_ptr, part: tl.constexpr, D: tl.constexpr):
-    """The columns of turned query heads r whose signs are in bit ``part`` of the bytes, float32 ``[BR, bytes]``."""
+    """Columns ``[part * W, (part + 1) * W)`` of rotated query heads r, float32 ``[BR, W]`` padded to a tile.
+
+    The index holds the signs of these columns in bit plane ``part``: bit ``part`` of all W bytes.
+    """
     W: tl.constexpr = sign_bytes(D)
     c = tl.arange(0, tile_width(W))
     row = _first_row(part, D) + tl.arange(0, _num_rows(D))
@@ -117,7 +120,7 @@ def _turned_part(q_ptr, s_qh, r, R, rotation_ptr, part: tl.constexpr, D: tl.cons
 
 @triton.jit
 def _all_parts(q_ptr, s_qh, r, R, rotation_ptr, D: tl.constexpr):
-    """All eight parts of turned queries, see `_turned_part`, by one product: of 128 columns, 16 to a part."""
+    """All eight results of `_turned_part`, each ``[BR, D // 8]``, from one product. For D = 128 alone."""
     d = tl.arange(0, D)
     q = tl.load(q_ptr + r.to(tl.int64)[:, None] * s_qh + d[None, :], mask=(r < R)[:, None], other=0.0)
     x = tl.reshape(_turned_query(q, _rotation(rotation_ptr, d, d, d < D, D)), (r.shape[0], 2, 2, 2, D // 8))
@@ -133,23 +136,23 @@ def _all_parts(q_ptr, s_qh, r, R, rotation_ptr, D: tl.constexpr):
 
 @triton.jit
 def unit_of(largest):
-    """The number that a whole number 1 of a query stands for, from the largest of its turned numbers."""
+    """Scale of a rotated query's 8-bit integers: its largest absolute value divided by 127."""
     return tl.maximum(largest, _TINY * _LEVELS) * _UNIT
 
 
 @triton.jit
 def whole_numbers(x, unit):
-    """Turned queries in units, rounded half to even."""
+    """Integers, as float32, of rotated queries x: ``x / unit`` rounded half to even. unit: from `unit_of`."""
     return (tl.div_rn(x, tl.zeros_like(x) + unit) + ROUNDING) - ROUNDING
 
 
 @triton.jit
 def turned_queries(q_ptr, s_qh, r, R, rotation_ptr, turned_ptr, writes, D: tl.constexpr):
-    """Query heads r of one KV head, rounded as by `condense.ops.recall.turned_queries`.
+    """Rotate query heads r of one KV head and round them to 8 bits, as `condense.ops.recall.turned_queries` does.
 
-    They are stored at ``turned``, float32 ``[R, D]``, as they are before they are rounded, if the program ``writes``;
-    None: nobody asks for them. Returns their whole numbers as `sign_products` takes them, the sums of these, and what
-    one of them stands for, both float32 ``[BR]``.
+    Returns their integers in the eight float16 parts that `sign_products` takes, and the sum of the integers and the
+    scale (`unit_of`) of each head, both float32 ``[BR]``. turned_ptr: where the program stores the rotated queries
+    before rounding, float32 ``[R, D]``, if it ``writes``; None: nowhere.
     """
     W: tl.constexpr = sign_bytes(D)
     parts, largest = (), tl.zeros([r.shape[0], tile_width(W)], tl.float32)
@@ -176,10 +179,10 @@ def turned_queries(q_ptr, s_qh, r, R, rotation_ptr, turned_ptr, writes, D: tl.co
 
 @triton.jit
 def _bits(words, part: tl.constexpr, ASM: tl.constexpr):
-    """Bit ``part`` of int16 words as float16, ``2 ** (part - 24)`` where it is set.
+    """Bit ``part`` of int16 words as float16: ``2 ** (part - 24)`` where it is set, else 0.
 
-    That is the number that float16 reads in a word whose only bit is this one, so that a bit is not moved before it is
-    multiplied. Queries make up for it: those of bit i are multiplied by ``2 ** (7 - i)``.
+    This is the float16 number whose only set bit is that one, so masking the word is enough and nothing is shifted.
+    Queries cancel the power of two: their part i is multiplied by ``2 ** (7 - i)``.
     """
     if ASM:
         # two words at a time, which the compiler would take one by one
@@ -191,18 +194,18 @@ def _bits(words, part: tl.constexpr, ASM: tl.constexpr):
 
 @triton.constexpr_function
 def _code_asm(HIGH, UP):
-    """Assembly that keeps one half of each byte of two words, and moves it up by UP bits."""
+    """Assembly for two packed int16 words: mask the high or low 4 bits of their low bytes and shift left by UP bits."""
     mask = 0x00F000F0 if HIGH else 0x000F000F
     return f"{{ .reg .b32 c; and.b32 c, $1, {mask}; shl.b32 $0, c, {UP}; }}"
 
 
 @triton.jit
 def _codes(words, part: tl.constexpr, ASM: tl.constexpr):
-    """Codes in the low halves of int16 words, for parts from 4 on in the high ones, as float16 times ``2 ** (part -
-    24)``; half of that for part 7, as words of more than 10 bits are no such numbers. See `_bits`.
+    """4-bit codes of a byte in int16 words, as float16 ``code * 2 ** (part - 24)``: the low ones for parts 0 to 3, the
+    high ones for parts 4 to 7. Part 7 gets half of that, as words of 11 bits are not subnormal float16. See `_bits`.
     """
     HIGH: tl.constexpr = part >= 4
-    # codes in high halves have been moved up by 4 bits already
+    # high codes stand 4 bits up already
     UP: tl.constexpr = min(part, 6) - 4 * HIGH
     if ASM:
         return tl.inline_asm_elementwise(_code_asm(HIGH, UP), "=r,r", [words], tl.float16, True, 2)
@@ -212,7 +215,10 @@ def _codes(words, part: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def centre_products(centre_ptr, at, queries, total, D: tl.constexpr, ASM: tl.constexpr):
-    """Products ``[n, BR]`` of queries with the numbers of n centres, whole numbers, whose codes begin at ``at``."""
+    """Integer products ``[n, BR]``, as float32, of queries with n centres in steps, ``2 * code - 15``.
+
+    at ``[n]``: where their codes begin. queries, total: as `turned_queries` returns them.
+    """
     W: tl.constexpr = sign_bytes(D)
     c = tl.arange(0, tile_width(W))
     ptr = (centre_ptr + at)[:, None] + c[None, :]
@@ -223,7 +229,7 @@ def centre_products(centre_ptr, at, queries, total, D: tl.constexpr, ASM: tl.con
         words = words.to(tl.int16)  # [n, bytes]
         s = tl.dot(_codes(words, plane + 4, ASM), tl.trans(queries[plane + 4]), s)
         if plane == 3:
-            # the last part first, as it counts twice
+            # `_codes` halves part 7, so it comes first and is doubled
             s *= 2
         s = tl.dot(_codes(words, plane, ASM), tl.trans(queries[plane]), s)
     return s * (2 / _BIT) - (total * _CENTRE)[None, :]
@@ -231,10 +237,10 @@ def centre_products(centre_ptr, at, queries, total, D: tl.constexpr, ASM: tl.con
 
 @triton.jit
 def sign_products(signs, queries, total, steps, ASM: tl.constexpr):
-    """Products ``[n, BR]`` of queries with what signs and steps stand for: exact whole numbers, times the steps.
+    """Products ``[n, BR]`` of queries with signs (1 and -1), exact integers, times the ``steps`` of the n tokens.
 
-    signs uint8 ``[n, bytes]``; queries, total: whole numbers and their sums, as `turned_queries` returns them. A
-    product with 1 and -1 is twice the sum of the numbers whose bit is set, less the sum of all.
+    signs uint8 ``[n, bytes]``; queries, total: as `turned_queries` returns them. A product with 1 and -1 is twice the
+    sum of the query's integers whose bit is set, minus the sum of all.
     """
     words = signs.to(tl.int16)
     s = tl.zeros([signs.shape[0], total.shape[0]], tl.float32) - (total * (_BIT / 2))[None, :]
@@ -247,11 +253,11 @@ def sign_products(signs, queries, total, steps, ASM: tl.constexpr):
 def turned_part(
     x, rotation_ptr, LO: tl.constexpr, N: tl.constexpr, D: tl.constexpr, BACK: tl.constexpr, PRECISION: tl.constexpr
 ):
-    """Columns ``[LO, LO + N)`` of vectors, ``[n, columns]``, turned, or with BACK turned back, in float32.
+    """Columns ``[LO, LO + N)`` of vectors, ``[n, columns]``, rotated, or with BACK rotated back, in float32.
 
-    LO and N are multiples of the rotation's blocks, each of which is the same symmetric matrix, but that its rows have
-    signs, those of its first column. Matrix units take 16 rows at least: of smaller blocks several. PRECISION: of the
-    products, "chains" for those of `_turned_query`.
+    LO and N are multiples of the width of the rotation's blocks. All blocks are one symmetric matrix whose rows are
+    multiplied by signs, which stand in a block's first column. Tensor cores take at least 16 rows, so several smaller
+    blocks are multiplied at once. PRECISION: of the product; "chains" adds as `_turned_query` does.
     """
     W: tl.constexpr = block_width(D)
     SIDE: tl.constexpr = max(16, W)
@@ -262,7 +268,7 @@ def turned_part(
     at = rotation_ptr + row % W * D
     there = (row // W)[:, None] == (row // W)[None, :]
     block = tl.load(at[:, None] + (row % W)[None, :], mask=there, other=0.0)  # [SIDE, SIDE]
-    if BACK or LO + T > W:  # else all by the first block as it stands
+    if BACK or LO + T > W:  # else only the first block is needed, whose rows have their signs
         block *= tl.load(at)[:, None]
         if not BACK:
             x = x * signs.to(x.dtype)

@@ -33,7 +33,7 @@ def _tanh(x):
 
 @triton.jit
 def soft_cap(s, CAP: tl.constexpr):
-    """Soft-capped scores and their derivative by the scores; the scores themselves and 1 for CAP 0."""
+    """Soft-capped scores of s and their derivative with respect to s. CAP 0: no cap, derivative 1."""
     if CAP > 0:
         t = _tanh(s * (1.0 / CAP))
         return t * CAP, 1.0 - t * t
@@ -50,10 +50,10 @@ def empty_softmax(N: tl.constexpr, KEYS: tl.constexpr, V0: tl.constexpr, V1: tl.
 
 @triton.jit
 def key_products(q, k, PRECISION: tl.constexpr):
-    """The product of every row of q with every key, as `products`.
+    """``q @ k.T`` of rows in parts, as `products` computes it.
 
-    Without matrix units a product of rows of P columns is one chain of P additions, and its error grows with P: of wide
-    rows in float32 it is one per block of 128 columns, added up at the end.
+    Without tensor cores the product of two rows of P columns is one chain of P additions, and its error grows with P.
+    So float32 rows wider than 128 are multiplied in blocks of 128 columns, whose sums are added at the end.
     """
     if PRECISION == "ieee" and q[0].shape[1] > 128:
         C: tl.constexpr = q[0].shape[1] // 128
@@ -69,7 +69,7 @@ def key_products(q, k, PRECISION: tl.constexpr):
 
 @triton.jit
 def add_keys(softmax, s, v, PRECISION: tl.constexpr):
-    """Add keys with scores s ``[n, keys]`` and values v. Every row must see a key of this tile or of an earlier one."""
+    """Add keys with scores s ``[n, keys]`` and values v to a `Softmax`. Every row must have seen a key by then."""
     m = tl.maximum(softmax.m, tl.max(s, 1))
     p = tl.exp2(s - m[:, None])  # [n, keys]
     alpha = tl.exp2(softmax.m - m)  # [n]
@@ -82,7 +82,7 @@ def add_keys(softmax, s, v, PRECISION: tl.constexpr):
 
 @triton.jit
 def store_part(part_ptr, lse_ptr, softmax, at, inside, V0: tl.constexpr, V1: tl.constexpr):
-    """Store output and log-sum-exp at ``at`` ``[n]``; 0 and -inf for rows that saw no key."""
+    """Store outputs and log-sum-exps of a `Softmax` in rows ``at`` ``[n]``; 0 and -inf for rows that saw no key."""
     some = softmax.total > 0
     total = tl.where(some, softmax.total, 1.0)
     tl.store(lse_ptr + at, tl.where(some, softmax.m + tl.log2(total), float("-inf")), mask=inside)
@@ -91,10 +91,10 @@ def store_part(part_ptr, lse_ptr, softmax, at, inside, V0: tl.constexpr, V1: tl.
 
 @triton.jit
 def join_parts(part_ptr, lse_ptr, row, inside, S, column, V: tl.constexpr, SB: tl.constexpr, sink_ptr=None, head=None):
-    """Outputs ``[rows, columns]`` of rows from their S adjacent parts, SB at a time; 0 for rows that saw no key.
+    """Outputs ``[rows, columns]`` joined from the S adjacent splits of each row, SB at a time; 0 if a row saw no key.
 
-    sink_ptr: a logit without a value per query head (`condense.ops.Extras`), or None; head: the rows' query heads.
-    Parts are read past the L1 cache, because other multiprocessors wrote them in the same kernel.
+    sink_ptr: a logit without a value per query head (`condense.ops.Extras`), or None; head: query head of each row.
+    Loads bypass the L1 cache, because other multiprocessors may have written the splits in the same kernel.
     """
     s = tl.arange(0, SB)[None, :]
     acc = tl.zeros([row.shape[0], column.shape[0]], tl.float32)
