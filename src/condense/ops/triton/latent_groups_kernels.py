@@ -1,14 +1,15 @@
-"""Attention of a decode step to open groups of latents in 4 bits, for Hopper: codes become numbers once, in shared
-memory, where matrix units read them as keys and as values.
+"""Attention of a decode step to open groups of 4-bit latents, for Hopper: codes are decoded once, to shared memory,
+where tensor cores read them as keys and as values.
 
-A program reads tiles of 64 vectors: first the centres of its groups, as keys; then what tokens differ by from these;
-at last the centres again, as values, by the weights of their groups. One loop does all three: a program that ran more
-code, each piece once or twice, took longer. Columns stand in the order in which those of a word of codes are unpacked;
-sums are written in their own order, still turned.
+A stored token is the centre of its group plus a difference. A program reads tiles of 64 vectors in three phases: the
+centres of its groups as keys; the tokens' differences from them as keys and values; and the centres again as values,
+weighted by their groups. One loop does all three, because separate loops are more code and take longer. Columns are in
+the order in which a word of codes is unpacked (`_column`); sums are written in their own order, still rotated.
 
-The 32 bits of a word of signs are those of a word of codes in each of four stretches of D / 32 words. Columns are cut
-into two parts, as matrix units take powers of two: of each stretch the first words, and the rest of them. The words of
-DeepSeek's latents, 512 + 64 columns, are 16 + 2, and those of MiniCPM3's, 256 + 32, are 8 + 1.
+A token has D / 8 words of codes, of eight columns each, and D / 32 words of signs. The words of codes are cut into four
+stretches of D / 32; word i of signs belongs to word i of each stretch. Tensor cores take powers of two, so columns are
+cut into two parts: the first words of each stretch, and the rest. DeepSeek's latents of 512 + 64 columns have 16 + 2
+words per stretch, MiniCPM3's of 256 + 32 columns 8 + 1.
 
 Shapes: B rows, one KV head, R query heads, 16 of a tile, S splits; D columns of latents, of which V are values; groups
 of g tokens.
@@ -30,9 +31,9 @@ from condense.ops.triton.recall_choice_kernels import wanted_groups
 from condense.ops.triton.recall_close_kernels import after_the_last, row_of_step
 from condense.ops.triton.recall_store_kernels import Form
 
-# tokens of a tile, or groups
+# vectors of a tile: tokens, or centres of groups
 ROWS = gl.constexpr(64)
-# the name that Triton 3.9 gave to what 3.6 and 3.7 have with an underscore
+# Triton 3.9 calls the method `reinterpret`, 3.6 and 3.7 call it `_reinterpret`
 _IS_PUBLIC = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 # query heads of a tile
 HEADS = gl.constexpr(16)
@@ -41,50 +42,50 @@ _COPIED = gl.constexpr(4)
 
 
 def fits(is_hopper: bool, form: Form, dtype: torch.dtype, softcap: float) -> bool:
-    """Whether the kernel reads these groups: of latents, each within the rows of one warp."""
+    """Whether the kernel can read groups of this form: 4-bit latents, each group within the rows of one warp."""
     of_latents = form.DV == 0 and form.D in LATENT_WIDTHS and form.g in (8, 16)
     return is_hopper and form.bits == 4 and of_latents and dtype == torch.bfloat16 and not softcap
 
 
 class _Work(namedtuple("_Work", "first behind centres tiles")):
-    """The share of a split. first, behind: numbers of open groups; centres, tiles: tiles of these, and of tokens."""
+    """The work of a split: open groups ``[first, behind)``, whose centres fill ``centres`` tiles, tokens ``tiles``."""
 
 
 class _Kept(namedtuple("_Kept", "groups table store signs steps places slots")):
-    """Pointers to the numbers of open groups, to the pages of records, to what is stored, to signs and steps of the
-    index, to where each open group is read, and to slots; the last two are None without slots.
+    """Pointers. groups: numbers of open groups. table: page table of records. store, signs, steps: stored tokens and
+    index. places: where each open group is read, and slots: copies of groups; None without slots.
     """
 
 
 class _Where(namedtuple("_Where", "piece signs steps")):
-    """Pointers to what is stored of groups, and to signs and steps of their index."""
+    """Pointers to the stored tokens, the signs and the steps of groups."""
 
 
 class _Vectors(namedtuple("_Vectors", "codes signs unit")):
-    """codes, signs: words of 64 bits for each part of columns. unit: what 1 in a key stands for, float32 ``[64]``."""
+    """A tile of vectors. codes, signs: 64-bit words of each part of columns. unit: scale per row, float32 ``[64]``."""
 
 
 @triton.constexpr_function
 def _first_word(PART, D):
-    """The first word of a stretch that is in a part; for part 2, that behind the last."""
+    """Number, within a stretch, of the first word of a part; for part 2 the number of words per stretch."""
     return (0, 1 << (D // 32 - 1).bit_length() - 1, D // 32)[PART]
 
 
 @triton.constexpr_function
 def _num_words(PART, D):
-    """Words of a stretch in a part."""
+    """Number of words of a stretch that are in a part."""
     return _first_word(PART + 1, D) - _first_word(PART, D)
 
 
 @triton.constexpr_function
 def _columns(PART, D):
-    """Columns of a part, for which there is room: of four stretches eight for each word, at least 64."""
+    """Columns of a part in shared memory: 32 for each word (8 in each of four stretches), at least 64."""
     return max(64, 32 * _num_words(PART, D))
 
 
 @triton.constexpr_function
 def _words(PART, D, WARPS):
-    """Layout of words of 64 bits ``[64, 4, n]``: of each row, and each stretch."""
+    """Layout of 64-bit words ``[64 rows, 4 stretches, n]``."""
     pairs = _columns(PART, D) // 64
     threads = [8, 4, 1] if PART else [32 // pairs, 1, pairs]
     return gl.BlockedLayout([1, 1 if PART else 4, 1], threads, [WARPS, 1, 1], [2, 1, 0])
@@ -92,21 +93,21 @@ def _words(PART, D, WARPS):
 
 @triton.constexpr_function
 def _stretch(PART, D, WARPS):
-    """Layout of the stretches of `_words`."""
+    """Layout of one number per stretch, a slice of `_words`."""
     return gl.SliceLayout(0, gl.SliceLayout(2, _words(PART, D, WARPS)))
 
 
 @triton.constexpr_function
 def _of_rows(PART, D, WARPS):
-    """Layout of numbers of the rows: of `_words` of both parts, and of products with queries."""
+    """Layout of one number per row: a slice of `_words` for parts 0 and 1, of products with queries for part 2."""
     return gl.SliceLayout(1, _sums(2, WARPS) if PART == 2 else gl.SliceLayout(2, _words(PART, D, WARPS)))
 
 
 @triton.constexpr_function
 def _sums(PART, WARPS):
-    """Layout of sums of columns ``[columns, 16]`` of each part, and of products with queries ``[64, 16]``.
+    """Layout of accumulators ``[columns, 16]`` of parts 0 and 1; for part 2, of products with queries ``[64, 16]``.
 
-    Of 64 rows four warps have all: of eight, four for each half of the queries.
+    Four warps cover 64 rows; with eight warps, each four have half of the queries.
     """
     if PART == 0:
         return gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, 16, 16])
@@ -115,22 +116,23 @@ def _sums(PART, WARPS):
 
 @triton.constexpr_function
 def _of_heads(PART, WARPS):
-    """Layout of numbers of query heads beside `_sums`."""
+    """Layout of one number per query head, a slice of `_sums`."""
     return gl.SliceLayout(0, _sums(PART, WARPS))
 
 
 @triton.constexpr_function
 def _swizzled(bits):
-    """Layout of shared memory whose rows are 128 bytes wide, of numbers of so many bits."""
+    """Layout of shared memory with 128-byte swizzling, for numbers of ``bits`` bits."""
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=2)
 
 
 @triton.constexpr_function
 def _unpack_asm():
-    """Assembly, constraints and types of `_put`: in bfloat16 64 plus a code has its code in the bits from 1 on.
+    """Assembly, constraints and types of `_put`, which decodes codes to bfloat16.
 
-    Of keys a half more than the code is taken, with the sign of the index: its bits are where a shift by 12, 8, 4 or 0
-    brings them to the signs of two numbers, and are set for numbers that are not below 0. Centres are 7.5 less.
+    A code in bits 1 to 4 of bfloat16 64.0 makes 64 + code, from which a constant is subtracted: what remains is
+    ``code + 1/2`` for tokens, whose signs a shift by 12, 8, 4 or 0 then moves to the sign bits of two numbers (set
+    means not below 0), and ``code - 7.5`` for centres.
     """
     lines = [".reg .b32 x<2>, y<2>, t;", "mov.b64 {x0, x1}, $8; mov.b64 {y0, y1}, $9;"]
     for out in range(8):
@@ -145,10 +147,10 @@ def _unpack_asm():
 
 @gluon.jit
 def _put(tile, are_tokens, keys, D: gl.constexpr):
-    """Write a `_Vectors` to shared memory, numbers of both parts."""
+    """Decode a `_Vectors` to bfloat16 and write both parts to shared memory at ``keys``."""
     W: gl.constexpr = gl.num_warps()
     asm: gl.constexpr = _unpack_asm()
-    # two numbers in bfloat16: 64.5 or 64, what is taken from it, and the bits of its signs
+    # pairs of bfloat16: 64.5 or 64, the number that is added, and a mask of sign bits
     base = gl.where(are_tokens, 0x42814281, 0x42804280)
     less = gl.where(are_tokens, -0x3D7F3D80, -0x3D703D71)
     sign = gl.where(are_tokens, -0x7FFF8000, 0)
@@ -174,38 +176,38 @@ def _put(tile, are_tokens, keys, D: gl.constexpr):
 
 @gluon.jit
 def _column(c, PART: gl.constexpr, D: gl.constexpr):
-    """The columns that stand in places c of a part; D where there is none."""
+    """Numbers of the columns in places c of a part; D for places that no column has."""
     N: gl.constexpr = _columns(PART, D) // 32
     word = D // 32 * (c // (8 * N)) + _first_word(PART, D) + c // 8 % N
-    # words hold the codes of four columns in their low halves of bytes, and in the high ones those half the width on
+    # the low 4 bits of a word's bytes are the codes of four columns, the high 4 bits those of columns D / 2 further
     column = 4 * word + 2 * (c % 2) + c // 4 % 2 + D // 2 * (c // 2 % 2)
     return column if _num_words(PART, D) == N else gl.where(c // 8 % N < _num_words(PART, D), column, D)
 
 
 @gluon.jit
 def _row(kept, n, FAR: gl.constexpr):
-    """Numbers of open groups n, or the places of their records."""
+    """Numbers of the groups at index n of the open ones; in pages, the places of their records."""
     group = gl.load(kept.groups + n)
     return group.to(gl.int64) if FAR is None else form_place(kept.table, group, group >= 0, FAR)
 
 
 @gluon.jit
 def _stored(kept, row, FORM: gl.constexpr, FAR: gl.constexpr):
-    """Pointers to pieces in the store."""
+    """Pointers to the pieces of groups in the store. row: from `_row`."""
     return kept.store + (row * FORM.piece if FAR is None else part_at(kept.store, place_row(row, FAR, True)))
 
 
 @gluon.jit
 def _slot(kept, place, FORM: gl.constexpr):
-    """Pointers to slots by the numbers of `_find_slots` (`condense.ops.triton.recall_step_choice_kernels`)."""
+    """Pointers to slots. place: from `_find_slots` of `condense.ops.triton.recall_step_choice_kernels`, >= 0."""
     return kept.slots + (place >> 1).to(gl.int64) * FORM.piece
 
 
 @gluon.jit
 def _copy_new(kept, work, FORM: gl.constexpr, FAR: gl.constexpr):
-    """Copy the pieces that are new to slots from the store, which is in host memory.
+    """Copy the pieces of groups that have a new slot from the store, in host memory, to their slots.
 
-    The bus carries 32 bytes at once. In the order in which attention reads words, many would come twice.
+    Before attention, because the bus transfers 32 bytes at once: in attention's order many would be sent twice.
     """
     W: gl.constexpr = gl.num_warps()
     WORDS: gl.constexpr = FORM.piece // 4
@@ -225,7 +227,7 @@ def _copy_new(kept, work, FORM: gl.constexpr, FAR: gl.constexpr):
 
 @gluon.jit
 def _found(kept, n, HAS_SLOTS: gl.constexpr, FORM: gl.constexpr, FAR: gl.constexpr):
-    """The `_Where` of open groups n."""
+    """The `_Where` of the groups at index n of the open ones."""
     columns: gl.constexpr = index_widths(FORM.g, FORM.D)
     row = _row(kept, n, FAR)
     piece = _stored(kept, row, FORM, FAR)
@@ -241,14 +243,14 @@ def _found(kept, n, HAS_SLOTS: gl.constexpr, FORM: gl.constexpr, FAR: gl.constex
 
 @triton.constexpr_function
 def _bits(D):
-    """Bits of the words that are loaded: of odd stretches each second one begins between two words of 64."""
+    """Bits of the words that are loaded: 32 if the length of a stretch in words is odd, so not aligned to 64 bits."""
     return 64 if D % 64 == 0 else 32
 
 
 @gluon.jit
 def _load_pairs(ptr, first, i, PART: gl.constexpr, D: gl.constexpr):
-    """Words of 64 bits ``[n, stretches, pairs]``: pairs i of stretches that begin with words ``first`` behind pointers
-    ``[n]``; past the last word of a part that one again.
+    """64-bit words ``[n, stretches, pairs]``: pairs i of 32-bit words from word ``first`` of each stretch on, at ptr
+    ``[n]``. Past the last word of a part that word is repeated.
     """
     LAST: gl.constexpr = _num_words(PART, D) - 1
     of: gl.constexpr = gl.pointer_type(gl.int64 if _bits(D) == 64 else gl.int32)
@@ -262,7 +264,7 @@ def _load_pairs(ptr, first, i, PART: gl.constexpr, D: gl.constexpr):
 
 @gluon.jit
 def _load_words(where, row, are_tokens, PART: gl.constexpr, FORM: gl.constexpr):
-    """Words of codes and of signs of one part of columns. where: the `_Where` of the rows' groups."""
+    """Load words of codes and of signs of one part of columns, for each row. where: `_Where` of the rows' groups."""
     W: gl.constexpr = gl.num_warps()
     D: gl.constexpr = FORM.D
     SKIPPED: gl.constexpr = 4 * _first_word(PART, D)
@@ -277,7 +279,7 @@ def _load_words(where, row, are_tokens, PART: gl.constexpr, FORM: gl.constexpr):
 
 @gluon.jit
 def _load_unit(where, row, are_tokens, FORM: gl.constexpr):
-    """The number that 1 in each row stands for, float32 ``[64]``. where: the `_Where` of the rows' groups."""
+    """Scale of each row's decoded numbers, float32 ``[64]``. where: `_Where` of the rows' groups."""
     of: gl.constexpr = gl.pointer_type(where.steps.dtype.element_ty)
     at = (where.piece + FORM.steps_at).to(of) + row % FORM.g
     return 2 * gl.load(gl.where((row < 0) | are_tokens, at, where.steps + FORM.g)).to(gl.float32)
@@ -285,7 +287,7 @@ def _load_unit(where, row, are_tokens, FORM: gl.constexpr):
 
 @gluon.jit
 def _groups(work, t, row, g: gl.constexpr):
-    """Numbers of the open groups of the rows of tile t."""
+    """Index, among the open groups, of the group of each row of tile t."""
     token = t - work.centres
     are_tokens = (token >= 0) & (token < work.tiles)
     start = gl.where(token < 0, t, token - work.tiles) * ROWS
@@ -295,7 +297,7 @@ def _groups(work, t, row, g: gl.constexpr):
 
 @gluon.jit
 def _load_tile(kept, work, t, HAS_SLOTS: gl.constexpr, FORM: gl.constexpr, FAR: gl.constexpr):
-    """The `_Vectors` number t of a split; in rows behind the last group, that one."""
+    """Load tile t of a split as `_Vectors`. Rows past the last group repeat that group."""
     W: gl.constexpr = gl.num_warps()
     are_tokens = (t >= work.centres) & (t < work.centres + work.tiles)
     codes, signs = (), ()
@@ -311,9 +313,7 @@ def _load_tile(kept, work, t, HAS_SLOTS: gl.constexpr, FORM: gl.constexpr, FAR: 
 
 @triton.constexpr_function
 def _axis(PART, AXIS, WARPS):
-    """Layout of numbers along one axis of queries ``[16, words, 2, 4]``: heads, words of codes, halves of their bytes,
-    columns of a half.
-    """
+    """Layout of one axis of queries ``[16, words, 2, 4]``: heads, words of codes, low or high bits, columns."""
     threads = [2, 8, 2, 1] if PART else [1, 16, 2, 1]
     layout = gl.BlockedLayout([1, 1, 1, 4], threads, [WARPS, 1, 1, 1], [3, 2, 1, 0])
     for axis in (3, 2, 1, 0):
@@ -323,9 +323,7 @@ def _axis(PART, AXIS, WARPS):
 
 @gluon.jit
 def _queries(turned_ptr, R, PART: gl.constexpr, D: gl.constexpr):
-    """One part of the turned queries of a tile, in shared memory: read four columns at a time, and put where
-    `_column` has them.
-    """
+    """Load a part of a tile's rotated queries to shared memory, four columns at a time, in the order of `_column`."""
     W: gl.constexpr = gl.num_warps()
     N: gl.constexpr = _columns(PART, D) // 32
     r = (gl.program_id(2) * HEADS + gl.arange(0, HEADS, _axis(PART, 0, W)))[:, None, None, None]
@@ -343,7 +341,7 @@ def _queries(turned_ptr, R, PART: gl.constexpr, D: gl.constexpr):
 
 @gluon.jit
 def _start_products(keys, queries):
-    """Start the products of keys and queries in shared memory, ``[64, 16]``."""
+    """Start the products ``[64, 16]`` of keys and queries, both in shared memory."""
     W: gl.constexpr = gl.num_warps()
     s = gl.zeros([ROWS, HEADS], gl.float32, _sums(2, W))
     for part in gl.static_range(2):
@@ -353,7 +351,7 @@ def _start_products(keys, queries):
 
 @gluon.jit
 def _add_values(acc, keys, weights, p):
-    """Sums plus keys in shared memory, as values, by their weights p ``[64, 16]``."""
+    """Add keys in shared memory, as values with weights p ``[64, 16]``, to the accumulators; return them."""
     weights.store(gl.permute(p.to(weights.dtype), [1, 0]))
     hopper.fence_async_shared()
     found = ()
@@ -364,9 +362,10 @@ def _add_values(acc, keys, weights, p):
 
 @gluon.jit
 def _put_weights(p, m, base_ptr, R, start, behind, g: gl.constexpr):
-    """Write the logarithms of the weights of groups from ``start`` on, beside the products with their centres.
+    """Write the base-2 logarithm of each group's weight for a tile of tokens whose groups begin at ``start``.
 
-    p ``[64, 16]``: weights of their tokens, relative to the largest scores m.
+    base_ptr: pairs of numbers per group and head; the first is the product with the centre, this is the second.
+    p ``[64, 16]``: weights of the tokens, relative to the largest scores m.
     """
     # a group's tokens are rows of one warp
     weight = gl.sum(gl.reshape(p, [ROWS // g, g, HEADS]), 1)
@@ -379,7 +378,7 @@ def _put_weights(p, m, base_ptr, R, start, behind, g: gl.constexpr):
 
 @gluon.jit
 def _write(acc, total, m, part_ptr, lse_ptr, row, inside, FORM: gl.constexpr):
-    """Write outputs and log-sum-exps of a split at ``row`` ``[16]``."""
+    """Write outputs and log-sum-exps of a split to rows ``row`` ``[16]``, where ``inside``."""
     W: gl.constexpr = gl.num_warps()
     gl.store(lse_ptr + row, m + gl.log2(total), mask=inside)
     V: gl.constexpr = FORM.V0
@@ -399,11 +398,12 @@ def latent_groups_kernel(
     R, G, N, window, most_opened, least, part, of, splits, scale,
     SLOTS: gl.constexpr, FORM: gl.constexpr, HAS_REAL: gl.constexpr, FAR: gl.constexpr,
 ):  # fmt: skip
-    """part float32 ``[B, R, splits, V]`` and base 2 log-sum-exp ``[B, R, splits]``, of open groups, still turned.
+    """Write attention to open groups: part float32 ``[B, R, splits, V]``, still rotated, and base-2 log-sum-exps
+    ``[B, R, splits]``.
 
-    Grid (S, B, tiles of 16 query heads); others write the splits behind the first S. Arguments as those of
-    `condense.ops.triton.recall_step_kernels.recall_attend_kernel`; base ``[B, groups, R, 2]``: of each open group the
-    product with its centre, and the logarithm of its weight; place, slots: None without slots.
+    Grid (S, B, tiles of 16 query heads); another kernel writes the splits behind the first S. Arguments as in
+    `condense.ops.triton.recall_step_kernels.recall_attend_kernel`. base ``[B, groups, R, 2]``: scratch memory for each
+    open group's product with its centre, and the logarithm of its weight. place, slots: None without slots.
     """
     W: gl.constexpr = gl.num_warps()
     split, S, b = gl.program_id(0), gl.num_programs(0), gl.program_id(1).to(gl.int64)
@@ -446,14 +446,14 @@ def latent_groups_kernel(
             token = t - work.centres
             are_tokens = (token >= 0) & (token < work.tiles)
             _put(tile, are_tokens, keys, FORM.D)
-            # also before logarithms are read
+            # also makes the logarithms that other threads wrote visible
             tl.debug_barrier()
             n, unit = _groups(work, t, row_of, FORM.g), tile.unit[:, None]
             seen, there = (n < behind)[:, None], inside[None, :] & (n < behind)[:, None]
             of_group = base_ptr + 2 * (R * n[:, None] + heads)
             known = gl.load(of_group + (token >= work.tiles), mask=there & (token >= 0), other=0.0)
             s = _start_products(keys, queries)
-            # loaded while this one is multiplied
+            # the next tile is loaded while this one is multiplied
             tile = _load_tile(kept, work, gl.minimum(t + 1, last), SLOTS > 0, FORM, FAR)
             s = hopper.warpgroup_mma_wait(0, [s]) * unit
             if token < 0:

@@ -1,5 +1,5 @@
-"""The `triton` backend of Recall's attention over a prompt: the groups that queries open, attention with these, and the
-one token that stands for the others.
+"""The `triton` backend of Recall's attention over a prompt: choice of the groups that queries open, attention to them,
+and the one token that stands for all other closed groups.
 
 Shapes: B rows, H query heads, K KV heads, R = H / K, L queries, G groups of g tokens, r groups that a query opens, N
 window tokens, D and Dv widths.
@@ -28,14 +28,14 @@ from condense.ops.triton.recall_score_kernels import RestForm, recall_join_kerne
 from condense.ops.types import AttendOptions
 
 _REST, _JOIN = Launcher(recall_rest_kernel), Launcher(recall_join_kernel)
-# groups of a tile, and of a program that spreads centres
+# groups per tile of `recall_rest_kernel`, and per program of `recall_spread_kernel`
 _GROUPS, _SPREAD_GROUPS = 64, 16
-# bytes of scratch memory for a block of queries
+# most bytes of scratch memory for a block of queries
 _SCRATCH = 2**29
 
 
 def _rows(R: int, is_cuda: bool) -> int:
-    """Rows of a tile: no more queries than a word has bits."""
+    """Rows of a tile of `recall_rest_kernel`: at most 64, so that a word has a bit for each query."""
     return 64 if is_cuda else max(16, power_of_2(R))
 
 
@@ -45,8 +45,9 @@ def rest_weights(
 ) -> Tensor:  # fmt: skip
     """Return the weights of `condense.ops.recall.rest.rest_weights` for all queries, float32 ``[B, H, L]``.
 
-    chosen: groups and, if some chose for others, asked, as `condense.ops.triton.recall_choice.marked` takes them.
-    q, signs, steps, starts, rule, closed: the arguments of that function. scores: their scale and soft cap.
+    chosen: ``groups`` of `condense.ops.triton.recall_choice.marked`, and ``asked`` if queries share lists of groups.
+    q, signs, steps, starts, rule, closed: as in `condense.ops.triton.recall_choice.choose`. scores: their scale and
+    soft cap.
     """
     scale, softcap = scores
     index = GroupIndex(signs, steps).narrow(0, closed)
@@ -74,7 +75,7 @@ def rest_weights(
     return weights
 
 
-# `rest_weights` as a torch operation, which torch.compile keeps whole
+# `rest_weights` as a torch operation, into which torch.compile does not trace
 rest_operation = torch.library.custom_op("condense::weigh_recall", rest_weights, mutates_args=())
 
 
@@ -84,7 +85,7 @@ def _(q: Tensor, *others: Any) -> Tensor:
 
 
 def add_rest(out: Tensor, lse: Tensor, weights: Tensor, means: GroupMeans, spans: RuleSpans, g: int) -> None:
-    """Add the token of all queries to attention, in place, as `condense.ops.recall.rest.with_rest` joins it.
+    """Add the token that stands for unopened groups to attention, in place, as `condense.ops.recall.rest.with_rest`.
 
     out ``[B, H, L, Dv]``; lse and weights, float32 ``[B, H, L]``, contiguous; means as `GroupMeans.as_values` returns
     them.
@@ -110,7 +111,7 @@ def attend_recall(
     *,
     attention: Attention = ATTENTION,
 ) -> tuple[Tensor, Tensor]:
-    """See `condense.ops.attend_recall`."""
+    """Output and log-sum-exp of Recall's attention, see `condense.ops.attend_recall`."""
     store, window, spans = sources
     L, G, g = q.shape[2], sources.num_groups, sources.group_size
     assert isinstance(spans.rule, UniformRule), "as of the sources"
@@ -139,9 +140,9 @@ def attend_recall(
 
 
 def _choose_shared(choice: IndexChoice, spans: RuleSpans, closed: int, choose_groups: Callable[..., Tensor]) -> Tensor:
-    """The groups that each asker opens, as `choose` returns them, int32 ``[B, K, A, r]``.
+    """The groups that each of A askers (queries that choose) opens, int32 ``[B, K, A, r]``, padded with G.
 
-    Of those that ask for others too, each sees `SHARED` closed groups more than the one before it.
+    Each asker that also chooses for later queries has `SHARED` more closed groups than the asker before it.
     """
     q, askers, rule = choice.q.detach(), choice.askers, spans.rule
     assert askers is not None
@@ -150,8 +151,8 @@ def _choose_shared(choice: IndexChoice, spans: RuleSpans, closed: int, choose_gr
     shared = q.take_along_dim(askers.columns[:, None, : askers.num_shared, None], 2)
     first, G = askers.first_own, choice.index.steps.shape[2]
     block = (spans.query_start + (1 - rule.window)) // (SHARED * rule.chunk)
-    # All rows get as many askers as the one that needs most. In another row the last asker stands at the next choice,
-    # for which more groups are closed than the scores have room for; no query takes its choice
+    # All rows get as many askers as the row that needs most. In other rows the last asker may have more closed groups
+    # than the scores have room for, hence max_chunks; no query uses its choice
     sees = UniformRule(1, 0, entries=SHARED, max_chunks=closed // SHARED)
     parts = (
         (shared, RuleSpans(sees, block - 1, 0, 0), choice.quota.shared),

@@ -1,8 +1,8 @@
-"""The groups that each query of a prompt opens, chosen by kernels block of queries by block; and tile by tile, words
-with a bit per query, and lists of the groups that any query opens.
+"""Choice of the groups that each query of a prompt opens, by kernels, one block of queries after the other; and lists
+of the groups that any query of a tile opens, with a word per group that has a bit for each query.
 
-The scores of a block of queries stand in scratch memory of limited size; only a list of groups per query is kept.
-Nothing waits for the host.
+Scratch memory, limited in size, holds the scores of one block of queries; only a list of groups per query is kept. The
+host is never waited for.
 
 Shapes: B rows, H query heads, K KV heads, L queries, T tiles of queries, G groups of g tokens, r groups that a query
 opens, D key width.
@@ -24,19 +24,19 @@ from condense.ops.triton.recall_score_kernels import CELLS_PER_LINE, STRETCH
 
 _CELLS, _GROUPS = Launcher(kernels.recall_cells_kernel), Launcher(kernels.recall_groups_kernel)
 _MARK, _LIST = Launcher(kernels.recall_mark_kernel), Launcher(kernels.recall_list_kernel)
-# bytes of scratch memory for a block of queries; a block is a multiple of so many queries
+# most bytes of scratch memory for a block of queries; blocks are multiples of this many queries
 _SCRATCH, _BLOCK = 2**31, 128
 
 
 def queries_per_program(columns: int, is_cuda: bool) -> int:
-    """Queries of a program that ranks ``columns`` numbers for each; on a GPU a program is one warp."""
+    """Queries of a program that ranks ``columns`` numbers for each query; on a GPU 512 numbers in all, for one warp."""
     return max(1, min(32, 512 // columns)) if is_cuda else 16
 
 
 def _ranking_queries(looked: int, is_cuda: bool) -> int:
-    """Queries of a program that ranks ``looked`` groups of cells for each: one beyond 16 groups.
+    """Queries of a program that ranks ``looked`` groups for each query; on a GPU 1 if there are more than 16 groups.
 
-    Where 2 to 16 share a warp, Triton 3.6 may reduce a row over the wrong lanes: seen on an H100 with 32 groups.
+    Where 2 to 16 queries share a warp, Triton 3.6 may reduce over the wrong lanes: seen on an H100 with 32 groups.
     """
     return 1 if is_cuda and looked > 16 else queries_per_program(looked, is_cuda)
 
@@ -64,7 +64,7 @@ def choose(
 ) -> Tensor:  # fmt: skip
     """Return the groups that each query opens, in rising order, int32 ``[B, K, L, r]`` with r = ``quota.at(closed)``.
 
-    A query that opens fewer has G in the places that are left. q: ``[B, H, L, D]``. signs, steps: of a `GroupIndex`.
+    The list of a query that opens fewer is padded with G. q: ``[B, H, L, D]``. signs, steps: of a `GroupIndex`.
     starts, rule: spans as `condense.ops.triton.attend_call.describe` returns them. quota: the numbers of a `Quota`.
     closed: the most closed groups that a query sees, >= 1.
     r >= 1 and scale > 0.
@@ -77,10 +77,10 @@ def choose(
     cells = cdiv(closed, MOST_GROUPS) * MOST_GROUPS // C
     tokens, ranked = in_cells(index.narrow(0, closed), cells, C, power_of_2(g), D), power_of_2(cells)
     picked = power_of_2(min(r, ranked))
-    # if as many groups are opened as there are cells, none can be left out
+    # if at least as many groups are opened as there are cells, no cell can be skipped
     looked, some = picked * C, picked < ranked
     of_quota = (r, *quota[1:])
-    # its scores of all cells; it turned and rounded
+    # scores of all cells, and the rotated query in int8
     bytes_per_query = B * H * cells * C * 4 + bytes_turned(q)
     n = min(L, max(1, _SCRATCH // bytes_per_query // _BLOCK) * _BLOCK)
     scratch = _scratch(q.device, heads, n, R, cells, C, picked if some else 0)
@@ -109,7 +109,7 @@ def choose(
     return groups
 
 
-# `choose` as a torch operation, which torch.compile keeps whole
+# `choose` as a torch operation, into which torch.compile does not trace
 choice_operation = torch.library.custom_op("condense::choose_recall", choose, mutates_args=())
 
 
@@ -123,8 +123,8 @@ class OpenedGroups(NamedTuple):
     """The groups that T tiles of queries open, for every row and KV head.
 
     groups: int32 ``[B * K, T, room]``, the groups that any query of the tile opens, in rising order.
-    words: ``[B * K, T, room]``, a word for each of these, as of `marked`.
-    counts: int32 ``[B * K, T]``, how many these are.
+    words: ``[B * K, T, room]``, the word of each of these groups, with a bit per query of the tile (`marked`).
+    counts: int32 ``[B * K, T]``, the number of these groups.
     """
 
     groups: Tensor
@@ -135,11 +135,11 @@ class OpenedGroups(NamedTuple):
 def marked(
     groups: Tensor, num_groups: int, closed: int, tile: int, first: int, stop: int, asked: Tensor | None = None
 ) -> Tensor:
-    """Return a word for each of ``closed`` groups and tile of ``tile`` queries, 64 at most, ``[B * K, T, closed]``; bit
-    i says whether query i of the tile opens the group, for queries ``[first, stop)``.
+    """Return a word for each of ``closed`` groups and each tile of ``tile`` queries, at most 64, of ``[first, stop)``:
+    ``[B * K, T, closed]``. Bit i says whether query i of the tile opens the group.
 
-    groups: from `choose`, where ``num_groups`` stands for none. asked: ``queries`` of the
-    `condense.ops.recall.choice.Askers` whose groups these are; None: each query has its own.
+    groups: from `choose`, padded with ``num_groups``. asked: ``queries`` of a `condense.ops.recall.choice.Askers` if
+    queries share lists of groups; None if each query has its own.
     """
     (B, K, L, r), dtype = groups.shape, torch.int32 if tile <= 32 else torch.int64
     words = torch.zeros(B * K, cdiv(stop - first, tile), closed, dtype=dtype, device=groups.device)

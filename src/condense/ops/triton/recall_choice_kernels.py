@@ -1,10 +1,10 @@
 """Kernels that choose the groups that each query of a prompt opens, and sort the choice by query and by tile.
 
-They read what `condense.ops.triton.recall_score_kernels` writes. `recall_cells_kernel` picks the r cells whose best
-groups are the best; the best r groups lie in them, because each holds a group at least as good as any elsewhere.
-`recall_groups_kernel` chooses the best r groups of these cells, and so reads ``r * C`` scores again, not all G.
-`recall_mark_kernel` and `recall_list_kernel` invert the choice: which queries of a tile open a group, and which groups
-any query of a tile opens.
+They read the scores that `condense.ops.triton.recall_score_kernels` writes. `recall_cells_kernel` picks the r cells
+with the highest best scores; the best r groups lie in them, because each of these cells holds a group at least as good
+as any group outside. `recall_groups_kernel` chooses the best r groups of these cells, and so reads ``r * C`` scores
+instead of all G. `recall_mark_kernel` and `recall_list_kernel` invert the choice: they say which queries of a tile open
+a group, and which groups any query of a tile opens.
 
 Shapes: B rows of the batch, K KV heads, R query heads per KV head, L queries of which a block has n, G groups of g
 tokens, cells of C groups, r groups that a query opens. T tiles of Q queries.
@@ -24,11 +24,11 @@ _INT_MIN, _INT_MAX = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
 
 @triton.jit
 def _best_share(score_ptr, at, step, lse_ptr, query, size, there, valid, R: tl.constexpr):
-    """Logarithm of each group's or cell's softmax share ``[BQ, ...]``, the largest of all query heads; -inf if not
-    valid.
+    """Largest log softmax weight ``[BQ, ...]`` of each group or cell over R query heads; -inf if not valid. With one
+    head the score itself, which ranks the same.
 
-    at: offset of the score of head 0; that of head r is at ``at + r * step``. there: scores that may be read. query:
-    indices of the queries in the log-sum-exps. size: rows of the block of queries, and stretches of groups.
+    at: offset of the score of head 0; the score of head r is at ``at + r * step``. there: scores that may be read.
+    query: indices of the queries in the log-sum-exps. size: rows of the block of queries, and stretches of groups.
     """
     lines, stretches = size
     share = tl.full(valid.shape, float("-inf"), tl.float32)
@@ -43,17 +43,18 @@ def _best_share(score_ptr, at, step, lse_ptr, query, size, there, valid, R: tl.c
 
 @triton.jit
 def wanted_groups(closed, most, least, part, of):
-    """Number of groups that a query opens of ``closed``; the others are those of `condense.ops.recall.choice.Quota`."""
+    """Number of ``closed`` groups that a query opens, by the fields of a `condense.ops.recall.choice.Quota`."""
     share = (closed.to(tl.int64) * part + (of - 1)) // of
     return tl.minimum(tl.maximum(share, tl.minimum(closed, least)), most).to(tl.int32)
 
 
 @triton.jit
 def _reached(key, lo, hi, wanted):
-    """The number in ``[lo, hi)`` that at least ``wanted`` keys of each row reach (>=), and at most ``wanted`` exceed.
+    """The ``wanted``-th largest key of each row, int32 ``[BQ]``, or a number just as good: at least ``wanted`` keys are
+    >= it, and at most ``wanted`` are greater. Found by a search in ``[lo, hi)``.
 
-    At least ``wanted`` keys are >= lo, fewer are >= hi; hi may be lo, if it is lo that is to be found. Each turn keeps
-    a third of the interval: one sum counts the keys that reach each of two numbers.
+    At least ``wanted`` keys are >= lo, fewer are >= hi; where hi is lo, the result is lo. Each iteration keeps a third
+    of the interval: one sum counts the keys >= a and, in its high bits, those >= b.
     """
     BITS: tl.constexpr = 16 if key.shape[1] <= 2**15 else 32
     COUNTS: tl.constexpr = tl.int32 if key.shape[1] <= 2**15 else tl.int64
@@ -72,17 +73,17 @@ def _reached(key, lo, hi, wanted):
 
 @triton.jit
 def _best(share, valid, wanted, floor):
-    """Select the best ``wanted`` ``[BQ]`` valid shares of each row of ``[BQ, N]``, or all valid ones if there are
-    fewer.
+    """Select the best ``wanted`` ``[BQ]`` valid shares (of `_best_share`) of each row of ``[BQ, N]``, or all valid ones
+    if there are fewer.
 
-    Returns whether each is selected, ties to the first; its rank by position among the selected; and the key of the
-    worst selected one. floor: a key that at least ``wanted`` of the row reach, if it has that many; else the lowest.
+    Returns whether each is selected, ties to the first; its rank by position among the selected; and the sort key of
+    the worst selected one. floor: a key such that at least ``wanted`` keys of the row are >= it; else `_INT_MIN`.
     """
-    # keys are the floats as integers in the same order: for negative ones all bits but the sign are flipped
+    # sort keys: the bits of a float as int32, where flipping all but the sign bit of negative ones keeps the order
     bits = share.to(tl.int32, bitcast=True)
     key = tl.where(valid, bits ^ ((bits >> 31) & _INT_MAX), _INT_MIN)  # [BQ, N]
     lo = tl.maximum(tl.min(tl.where(valid, key, _INT_MAX), 1), floor).to(tl.int64)  # [BQ]
-    # rows with fewer, which keep all, need no search
+    # rows with at most ``wanted`` valid shares keep all of them and need no search
     hi = tl.where(tl.sum(valid.to(tl.int32), 1) > wanted, tl.max(key, 1).to(tl.int64) + 1, lo)
     worst = _reached(key, lo, hi, wanted)
     best = (key >= worst[:, None]).to(tl.int32)
@@ -101,10 +102,10 @@ def recall_cells_kernel(
     chunk, window, entries, max_chunks, query_start, window_start, padding, first_entries, r, least, part, of,
     R: tl.constexpr, KIND: tl.constexpr, C: tl.constexpr, CELLS: tl.constexpr, PICKED: tl.constexpr, BQ: tl.constexpr,
 ):  # fmt: skip
-    """Write the cells with the best shares, as many as groups are wanted, in rising order, CELLS where there are fewer;
-    and the floor for `_best` among their groups: picked and floor of `condense.ops.triton.recall_score.Scratch`.
+    """Write picked and floor of `condense.ops.triton.recall_score.Scratch`: the cells with the best shares, as many as
+    groups are wanted, in rising order, padded with CELLS; and the floor that `_best` takes among their groups.
 
-    CELLS and PICKED are powers of two. A program has BQ queries of one KV head.
+    CELLS: cells of the index, and PICKED: r, both rounded up to powers of two. A program has BQ queries of one KV head.
     """
     numbers = chunk, window, entries, max_chunks, query_start, window_start, padding, first_entries
     row, spans = row_of_program(numbers, starts_ptr, K, KIND)
@@ -135,8 +136,8 @@ def recall_cells_kernel(
 
 
 class _RowScores(namedtuple("_RowScores", "score lse query size closed")):
-    """Scores of a KV head's queries: pointers to those of groups and to log-sum-exps; indices of the queries in the
-    block; rows of the block, and stretches; closed groups of each query.
+    """Scores of a KV head's queries. score, lse: pointers to scores of groups and to log-sum-exps. query: indices of
+    the queries in the block. size: rows of the block, and stretches. closed: closed groups of each query.
     """
 
 
@@ -148,7 +149,7 @@ def _all_cells(BQ: tl.constexpr, CELLS: tl.constexpr):
 
 @triton.jit
 def _open(scores, cell, wanted, floor, groups_at, R: tl.constexpr, C: tl.constexpr):
-    """Write the best ``wanted`` groups of cells ``[BQ, n]`` at ``groups_at``. floor: as in `_best`."""
+    """Write the best ``wanted`` groups of the cells ``cell`` ``[BQ, n]`` to ``groups_at``. floor: as in `_best`."""
     c, closed = tl.arange(0, C)[None, None, :], scores.closed
     N: tl.constexpr = cell.shape[1] * C
     group = cell[:, :, None] * C + c  # [BQ, n, C]
@@ -169,10 +170,10 @@ def recall_groups_kernel(
     chunk, window, entries, max_chunks, query_start, window_start, padding, first_entries, r, least, part, of,
     R: tl.constexpr, KIND: tl.constexpr, C: tl.constexpr, PICKED: tl.constexpr, PLACES: tl.constexpr, BQ: tl.constexpr,
 ):  # fmt: skip
-    """Write the groups that queries ``[first, stop)`` open in rising order, int32 ``[B * K, L, r]``; G where fewer.
+    """Write the groups that queries ``[first, stop)`` open in rising order, int32 ``[B * K, L, r]``, padded with G.
 
-    picked, floor: what `recall_cells_kernel` wrote; None to rank all PICKED cells. PLACES: r as a power of two. A
-    program has BQ queries of one KV head.
+    picked, floor: results of `recall_cells_kernel`; None to rank all PICKED cells. PLACES: r rounded up to a power of
+    two. A program has BQ queries of one KV head.
     """
     numbers = chunk, window, entries, max_chunks, query_start, window_start, padding, first_entries
     row, spans = row_of_program(numbers, starts_ptr, K, KIND)
@@ -192,7 +193,7 @@ def recall_groups_kernel(
         cell = tl.load(picked_ptr + line[:, None] * PICKED + tl.arange(0, PICKED)[None, :])  # [BQ, PICKED]
         _open(scores, cell, wanted, tl.load(floor_ptr + line), groups_at, R, C)
     else:
-        # the first queries see few of the groups
+        # early queries have few closed groups: rank as few cells as hold them
         most = tl.cdiv(tl.max(closed, 0), C)
         if most <= PICKED // 4:
             _open(scores, _all_cells(BQ, PICKED // 4), wanted, _INT_MIN, groups_at, R, C)
@@ -207,12 +208,11 @@ def recall_mark_kernel(
     groups_ptr, mark_ptr, asked_ptr, K, L, G, first, stop, words, r, s_asked, s_row,
     Q: tl.constexpr, PLACES: tl.constexpr, BQ: tl.constexpr,
 ):  # fmt: skip
-    """Set bit ``i % Q`` of word ``[B * K, T, words]`` for every group that query i opens; all were 0 before.
+    """Set bit ``i % Q`` in the word of every group that query i opens: words ``[B * K, T, words]``, 0 before.
 
     The atomic "or" of integers gives the same result in any order. A program has BQ queries of one KV head.
-    asked: as of `condense.ops.triton.recall_choice.marked`; of the queries of a tile that open the same groups, the
-    first one sets the bits of all, and each its own for the group that it opens besides. L: queries whose groups these
-    are.
+    asked: as in `condense.ops.triton.recall_choice.marked`. Queries of a tile that share a list of groups are adjacent:
+    the first sets the bits of all of them, and each sets its own for its additional group. L: queries that have a list.
     """
     WORD: tl.constexpr = mark_ptr.dtype.element_ty
     BITS: tl.constexpr = WORD.primitive_bitwidth
@@ -232,7 +232,7 @@ def recall_mark_kernel(
         there &= (i % Q == 0) | (row != tl.load(at - 1, mask=there & (i % Q > 0), other=-1))
     # [BQ, PLACES]
     group = tl.load(groups_ptr + ((head * L + row) * r)[:, None] + place, mask=there[:, None] & (place < r), other=G)
-    # as many bits as queries, all ones
+    # one set bit for each of ``count`` queries
     ones = tl.full([BQ], 2**BITS - 1, of_word) >> (BITS - count).to(of_word)
     bit = (ones << (i % Q).to(of_word)).to(WORD, bitcast=True)[:, None] + tl.zeros([BQ, PLACES], WORD)
     tl.atomic_or(mark_ptr[:, None] + group, bit, mask=group < G, sem="relaxed")
@@ -240,8 +240,8 @@ def recall_mark_kernel(
 
 @triton.jit(do_not_specialize=("words", "room"))
 def recall_list_kernel(mark_ptr, group_ptr, opens_ptr, count_ptr, words, room, BW: tl.constexpr):
-    """Write the groups that any query of a tile opens, in rising order, int32 ``[B * K, T, room]``; their words, of the
-    same shape; and their number, int32 ``[B * K, T]``.
+    """Write the groups that any query of a tile opens, in rising order, int32 ``[B * K, T, room]``; the words of these
+    groups, of the same shape; and their number, int32 ``[B * K, T]``.
     """
     tile = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     count = tl.full([], 0, tl.int32)

@@ -1,4 +1,4 @@
-"""Kernel of Recall's decode step that reads the new token, and closes a group if the token completes one.
+"""Kernel of Recall's decode step that stores the new token, and the index and tokens of a group that closes with it.
 
 Shapes and names as in `condense.ops.triton.recall_step_kernels`.
 """
@@ -16,10 +16,10 @@ from condense.ops.triton.recall_store_kernels import chunk_tokens, fill_up, key_
 
 
 def close_options(D: int, *, in_step: bool) -> dict[str, int]:
-    """Options of `recall_close_kernel` for keys of width D, of which it keeps 16 in registers.
+    """Launch options of `recall_close_kernel` for keys of width D, of which it keeps 16 in registers.
 
-    In a step the kernels that follow are placed beside its programs. Beside programs of four warps those of eight rows
-    of Llama 3.1 8B ended later: a step took 140 us, with eight warps it takes 125.
+    In a step the next kernels share multiprocessors with this one and end earlier if it has eight warps, not four: a
+    step of 8 rows takes 125 us, not 140 (Llama 3.1 8B).
     """
     return {"num_warps": 4 if D <= 256 and not in_step else 8}
 
@@ -27,15 +27,15 @@ def close_options(D: int, *, in_step: bool) -> dict[str, int]:
 class StepRow(namedtuple("StepRow", "t live all_closed closed start")):
     """The task of a step in one row.
 
-    t: position of the new token. live: whether there is one. all_closed: closed groups. closed: those that a ring has
-    room for, in pages all. start: place of the row's first group in scratch memory that all rows share, a multiple of
-    four; 0 if each has its own.
+    t: position of the new token. live: whether there is one. all_closed: closed groups. closed: closed groups that the
+    buffers have room for; in pages all. start: index of the row's first group in scratch memory that all rows share, a
+    multiple of four; 0 if each row has its own.
     """
 
 
 @triton.jit
 def after_the_last(EARLY: tl.constexpr):
-    """Wait until the kernel before this one has ended, then let the next one be launched."""
+    """Wait for the end of the kernel before this one, then allow the launch of the next one, both only if EARLY."""
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
@@ -45,10 +45,10 @@ def after_the_last(EARLY: tl.constexpr):
 def row_of_step(
     seen_ptr, real_ptr, before_ptr, b, window, G, g: tl.constexpr, HAS_REAL: tl.constexpr, PAGED: tl.constexpr
 ):  # fmt: skip
-    """The `StepRow` of row b. G: groups that a ring has room for.
+    """The `StepRow` of row b. G: groups that the buffers have room for.
 
-    before: tokens of the rows before each, from whichever row on; None where each row has room of its own. PAGED:
-    ``seen`` counts the new token, and is 0 for rows that have none.
+    before: tokens of all rows before each row, plus any constant; None where each row has scratch memory of its own.
+    PAGED: ``seen`` counts the new token, and is 0 for rows that have none.
     """
     t = tl.load(seen_ptr + b).to(tl.int32)
     if PAGED:
@@ -60,21 +60,21 @@ def row_of_step(
     if before_ptr is None:
         return StepRow(t, live, closed, tl.minimum(closed, G), 0)
     else:
-        # so that four groups are read at a time
+        # a row starts at a multiple of four, so that four groups are loaded at a time
         before = tl.load(before_ptr + b) - tl.load(before_ptr)
         return StepRow(t, live, closed, closed, ((before // (4 * g)).to(tl.int32) + b) * 4)
 
 
 @triton.jit
 def _turned_tokens(keys, rotation_ptr, first, i, t, g: tl.constexpr, D: tl.constexpr, NEAR: tl.constexpr):
-    """Keys i of the group that begins at position ``first``, turned, float32 ``[n, P]``; zeros past the last column."""
+    """Rotated keys i of the group that begins at position ``first``, float32 ``[n, P]``; zeros past the last column."""
     x = chunk_tokens(keys, first + i, t, i < g, 0, D, tile_width(D), NEAR)
     return signs.turned_part(x.to(keys.rows.dtype.element_ty), rotation_ptr, 0, D, D, False, "ieee")
 
 
 @triton.jit
 def _put_codes(ptr, codes, i, n: tl.constexpr, C: tl.constexpr, BITS: tl.constexpr):
-    """Write `packed` codes ``[m, P]`` to the rows i of n at ``ptr``, C bytes wide."""
+    """Pack codes ``[m, P]`` and write them to rows i (if below n) at ``ptr``, each C bytes wide."""
     bytes = packed(codes, C, BITS)
     c = tl.arange(0, bytes.shape[1])
     tl.store(ptr + i[:, None] * C + c[None, :], bytes, mask=(i < n)[:, None] & (c < C)[None, :])
@@ -82,8 +82,8 @@ def _put_codes(ptr, codes, i, n: tl.constexpr, C: tl.constexpr, BITS: tl.constex
 
 @triton.jit
 def _put_index(keys, rotation_ptr, signs_ptr, steps_ptr, store_ptr, first, t, FORM: tl.constexpr, NEAR: tl.constexpr):
-    """Write the index of the group that begins at position ``first``, as `condense.ops.recall.split_keys` makes it,
-    and the keys of a store with fewer than 16 bits, which are what the index leaves out.
+    """Write the index of the group that begins at position ``first``, as `condense.ops.recall.split_keys` makes it;
+    with fewer than 16 bits also its stored keys: steps and codes of the sizes of their differences from the centre.
     """
     g: tl.constexpr = FORM.g
     D: tl.constexpr = FORM.D
@@ -92,9 +92,9 @@ def _put_index(keys, rotation_ptr, signs_ptr, steps_ptr, store_ptr, first, t, FO
     P: tl.constexpr = tile_width(D)
     is_column = (tl.arange(0, P) < D)[None, :]
     turned, mean = None, tl.zeros([P], tl.float32)
-    if g <= 16:  # turned once, and kept
+    if g <= 16:  # rotated once, and kept
         turned = _turned_tokens(keys, rotation_ptr, first, tl.arange(0, 16), t, g, D, NEAR)
-    # not loaded ahead, for which every program of the kernel would hold memory
+    # no prefetch (num_stages=1), which would take shared memory from every program of the kernel
     for start in tl.range(0, g, 16, num_stages=1):
         i = start + tl.arange(0, 16)
         x = _turned_tokens(keys, rotation_ptr, first, i, t, g, D, NEAR) if turned is None else turned
@@ -103,7 +103,7 @@ def _put_index(keys, rotation_ptr, signs_ptr, steps_ptr, store_ptr, first, t, FO
     of_centre, unit = signs.centre_unit(tl.max(tl.abs(mean)), dtype, D)
     tl.store(steps_ptr + g, of_centre)
     codes = signs.centre_codes(mean, unit)  # [1, P]
-    # as many times as a matrix unit takes columns of them
+    # the centre is repeated, because the matrix product of `packed` takes at least 16 columns
     N: tl.constexpr = max(1, 16 // run_width(4 * W, P))
     same = tl.broadcast_to(tl.where(is_column, codes, 0.0), (N, P))
     _put_codes(signs_ptr + g * W, same, tl.arange(0, N), 1, 4 * W, 4)
@@ -125,7 +125,7 @@ def _put_index(keys, rotation_ptr, signs_ptr, steps_ptr, store_ptr, first, t, FO
 
 @triton.jit
 def _put_token(tokens, t, D: tl.constexpr, P: tl.constexpr, NEAR: tl.constexpr):
-    """Write the new token to its row."""
+    """Write the new token to its slot of the ring or its page."""
     d = tl.arange(0, P)
     new = tl.load(tokens.new + d, mask=d < D, other=0.0)
     tl.store(tokens.rows + address.token_rows(tokens.place, t, None, D, NEAR) + d, new, mask=d < D)
@@ -136,7 +136,7 @@ def _put_group(
     tokens, store_ptr, first, t, g: tl.constexpr, D: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr,
     NEAR: tl.constexpr,
 ):  # fmt: skip
-    """Write the tokens of the group that begins at position ``first`` to its place in the store, as they are."""
+    """Copy the keys or values of the group that begins at position ``first`` to its place in the store."""
     d = tl.arange(0, P)
     for start in range(0, g, 16):
         i = start + tl.arange(0, 16)
@@ -147,13 +147,13 @@ def _put_group(
 
 @triton.jit
 def _put_sum(sums, tokens, t, g: tl.constexpr, D: tl.constexpr, NEAR: tl.constexpr):
-    """Write the sum of all groups up to the one that token t completes, of `Tokens` D wide; zeros behind."""
+    """Write the sum of `Tokens`, D wide, over all groups up to the one that token t completes; zeros past column D."""
     N: tl.constexpr = min(256, tile_width(D))
     C: tl.constexpr = address.num_columns(D, g, NEAR)
     j = (t + 1) // g
     for LO in tl.range(0, C, N, num_stages=1):
         x = tl.zeros([16, N], tl.float64)
-        # not loaded ahead, for which every program of the kernel would hold memory
+        # no prefetch, as above
         for start in tl.range(0, g, 16, num_stages=1):
             i = start + tl.arange(0, 16)
             x += chunk_tokens(tokens, t + 1 - g + i, t, i < g, LO, D, N, NEAR).to(tl.float64)
@@ -169,13 +169,13 @@ def recall_close_kernel(
     far_ptr, stamps_ptr, clock_ptr, rotation_ptr, s_kb, s_kh, s_vb, s_vh, K, G, W, N, num_sums, delay,
     FORM: tl.constexpr, HAS_REAL: tl.constexpr, EARLY: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
-    """Write the new token to rings, index and store, and the sum of values; grid (B * K, 4): keys, values, index and
-    the keys that a store holds in fewer than 16 bits, the sum; 3 without sums.
+    """Write the new token to the rings, and a group that closes to index and store; add up values. Grid (B * K, 4):
+    program 0 writes keys, 1 values, 2 the index and stored keys of fewer than 16 bits, 3 the sum (not without sums).
 
-    A group is kept once ``delay`` tokens have followed it; its values are summed up at once. sums: None if nobody
-    sees them; a ring has ``num_sums``. near, far: tables of the pages of tokens and of records; None for rings and
-    arrays. stamps, clock: of `condense.ops.step.pages.PagedSlots`, None without it. rotation:
-    `condense.ops.recall.index.rotation` in the dtype of the keys.
+    A group closes once ``delay`` tokens have followed it; its values are added up when its last token is read. sums:
+    None if queries do not see them; their ring has ``num_sums``. near, far: page tables of tokens and of records, None
+    for rings and arrays. stamps, clock: of records and of `condense.ops.step.pages.PagedSlots`, None without slots.
+    rotation: `condense.ops.recall.index.rotation` in the dtype of the keys.
     """
     if EARLY:
         gdc_launch_dependents()

@@ -1,4 +1,4 @@
-"""Index scores of a block of queries of a prompt: arguments and launch of the kernel.
+"""Launch of the kernel that computes index scores for a block of queries of a prompt, and of those that prepare it.
 
 Shapes: B rows, H query heads, K KV heads, R = H / K, n queries of a block, G groups of g tokens, cells of C groups, D
 key width.
@@ -18,16 +18,16 @@ from condense.ops.triton.launch import Launcher, of_tile
 
 _SCORE, _TURN = Launcher(kernels.recall_score_kernel), Launcher(kernels.recall_turn_kernel)
 _SPREAD = Launcher(kernels.recall_spread_kernel)
-# a tile of scores has at most so many groups; a cell has at most so many tokens, and groups
+# most groups of a tile of scores; most tokens, and most groups, of a cell
 MOST_GROUPS, _CELL_TOKENS, _CELL = 128, 128, 16
-# a program holds queries up to this width; it reads wider ones again for every tile of scores, part by part
+# a program keeps queries up to this width; wider ones it reads again for every tile of scores, part by part
 _WIDE = 128
-# products are rounded before they are added, as on a CPU
+# no fused multiply-add: products are rounded before they are added, as on a CPU
 UNFUSED = {"enable_fp_fusion": False}
 
 
 class ScoreTiles(NamedTuple):
-    """rows, tokens: of a tile of scores. width: columns of keys that are read at a time. options: Triton's."""
+    """Rows and tokens of a tile of scores, columns of keys that are read at a time, and Triton's launch options."""
 
     rows: int
     tokens: int
@@ -39,19 +39,19 @@ class ScoreTiles(NamedTuple):
 def _tiles(D: int, is_cuda: bool) -> ScoreTiles:
     rows, width = 128 if is_cuda else 16, width_at_once(D)  # the interpreter
     if width >= D:
-        # as few registers as let a multiprocessor hold three programs: while one multiplies, others find largest scores
+        # few enough registers for three programs per multiprocessor: while one multiplies, others find largest scores
         options = {"num_warps": 4, "num_stages": 3, "maxnreg": 168} if is_cuda else {}
         return ScoreTiles(rows, 128, width, UNFUSED | options)
     return ScoreTiles(rows, 256, width, UNFUSED | {"num_warps": 8, "num_stages": 3})
 
 
 def _turning(dtype: torch.dtype, is_cuda: bool) -> tuple[int, torch.dtype]:
-    """Rows of a tile of queries that are turned, and the dtype of products: the interpreter has none of bfloat16."""
+    """Rows per tile of `recall_turn_kernel`, and dtype of its products: float32 where the interpreter computes them."""
     return (64 if dtype == torch.float32 else 128, dtype) if is_cuda else (16, torch.float32)
 
 
 def width_at_once(D: int) -> int:
-    """Columns of queries that a program reads at a time."""
+    """Columns of queries of width D that a program reads at a time."""
     return max(32, tile_width(D)) if D <= _WIDE else 64
 
 
@@ -59,9 +59,9 @@ class Scratch(NamedTuple):
     """Scratch memory for a block of n queries. A last block with fewer queries fills the beginning of each tensor.
 
     score: float32 ``[B * K, cells, n * R, C]``, of every group. cell: float32 ``[B * K, cells / 4, n * R, 4]``, the
-    best score of every cell; no cells if nobody asks for it. lse: float32 ``[B * K, stretches, n * R]``, log-sum-exps
-    of `STRETCH` groups each. picked: int32 ``[B * K, n, picked]``, the cells whose groups are ranked. floor:
-    int32 ``[B * K, n]``, a key that every chosen group reaches.
+    best score of every cell; empty if it is not needed. lse: float32 ``[B * K, stretches, n * R]``, log-sum-exp of the
+    scores of each stretch of `STRETCH` groups. picked: int32 ``[B * K, n, picked]``, the cells whose groups are ranked.
+    floor: int32 ``[B * K, n]``, a lower bound of the sort keys of all chosen groups.
     """
 
     score: Tensor
@@ -72,17 +72,17 @@ class Scratch(NamedTuple):
 
 
 def groups_per_cell(g: int) -> int:
-    """Groups of a cell, C, the best of whose scores is kept: no more than a tile of scores has."""
+    """Groups per cell, C, for groups of g tokens: few enough that a tile of scores holds whole cells."""
     return min(_CELL, _CELL_TOKENS // power_of_2(g))
 
 
 class CellIndex(NamedTuple):
-    """An index of whole cells as `recall_score_kernel` reads it.
+    """An index of whole cells as `recall_score_kernel` reads it, zeros for groups past the last.
 
-    signs int8 ``[B * K, tokens, D]``, 1 and -1; their steps float32 ``[B * K, tokens]``. The tokens of a cell are
-    ordered as ``[group, C]``, so that a thread holds all or many tokens of its groups. centres int8 ``[B * K, groups,
-    D]``, in steps; of_centres: these, float32 ``[B * K, groups]``. Of groups that are not there all is 0. group: tokens
-    per group, a power of two; 0 without tokens.
+    signs: int8 ``[B * K, tokens, D]``, 1 and -1. steps: float32 ``[B * K, tokens]``, quantization step of each token.
+    The tokens of a cell are ordered ``[token of the group, group]``, so that a thread holds many tokens of its groups.
+    centres: int8 ``[B * K, groups, D]``, in steps. of_centres: float32 ``[B * K, groups]``, step of each centre.
+    group: tokens per group, rounded up to a power of two; 0 if there are only centres.
     """
 
     signs: Tensor
@@ -93,8 +93,8 @@ class CellIndex(NamedTuple):
 
 
 def in_cells(index: GroupIndex, cells: int, C: int, group: int, D: int) -> CellIndex:
-    """The index in cells of C groups. group: tokens per group there, up to which the last one of a group is repeated; 0
-    for centres alone.
+    """Expand an index to a `CellIndex` in cells of C groups. group: tokens per group there, to which a group's last
+    token is repeated; 0 for centres alone.
     """
     (B, K, G, _), (signs, steps), device = index.steps.shape, (dense_rows(x) for x in index), index.steps.device
     heads, groups, width = B * K, cells * C, _stride(D)
@@ -110,19 +110,19 @@ def in_cells(index: GroupIndex, cells: int, C: int, group: int, D: int) -> CellI
 
 
 def bytes_turned(q: Tensor) -> int:
-    """Bytes of a query in all rows and heads as `turned` makes it."""
+    """Bytes that `turned` returns for one query position, over all rows and heads."""
     B, H, _, D = q.shape
     return B * H * (_stride(D) + 4)
 
 
 def _stride(D: int) -> int:
-    """Bytes of a row of whole numbers: as tensor descriptors need it."""
+    """Stride in bytes of int8 rows of D columns: a multiple of 16, as tensor descriptors need."""
     return cdiv(D, 16) * 16
 
 
 def turned(q: Tensor, K: int, scale: float) -> tuple[Tensor, Tensor]:
-    """Queries ``[B, H, n, D]`` as `recall_score_kernel` reads them, int8 ``[B * K, n * R, D]``, the heads of a KV head
-    side by side; and what one of their whole numbers stands for, times the scale, float32 ``[B * K, n * R]``.
+    """Queries ``[B, H, n, D]`` rotated and rounded to int8 ``[B * K, n * R, D]`` for `recall_score_kernel`, the R heads
+    of a query adjacent; and their quantization scales times ``scale``, float32 ``[B * K, n * R]``.
     """
     (B, H, n, D), q = q.shape, dense_rows(q)
     heads, rows, R, width = B * K, n * H // K, H // K, _stride(D)
@@ -141,7 +141,8 @@ def score(
 ) -> None:
     """Fill the scratch tensors score, lse and, if it has any cells, cell for a block of queries ``[B, H, n, D]``.
 
-    starts: as of `condense.ops.triton.recall_choice.choose`. sizes: the kernel's numbers. scale: of base-2 scores.
+    starts: as in `condense.ops.triton.recall_choice.choose`. sizes: the kernel's numbers from K to ``first_entries``.
+    scale: of scores, base 2.
     """
     (B, H, n, D), (signs, steps, centres, of_centres, group) = q.shape, index
     K = signs.shape[0] // B

@@ -1,10 +1,10 @@
-"""Kernels that score the index for a block of queries of a prompt, and weigh what these do not open.
+"""Kernels that score the index for a block of queries of a prompt, and weigh the groups that these do not open.
 
-`recall_turn_kernel` turns and rounds the queries, `recall_spread_kernel` makes a byte of each sign of the index.
-`recall_score_kernel` computes scores by matrix products of whole numbers, which are exact; the best score of every
-*cell* (C adjacent groups); and the log-sum-exp of all scores, stretch of groups by stretch.
-`condense.ops.triton.recall_choice_kernels` chooses groups by these. `recall_rest_kernel` weighs closed groups that
-queries do not open, by their centres; `recall_join_kernel` adds these to attention, as one token.
+`recall_turn_kernel` rotates queries and rounds them to int8, `recall_spread_kernel` expands the sign bits of the index
+to int8. `recall_score_kernel` computes scores by exact int8 matrix products, the best score of every *cell* (C adjacent
+groups), and the log-sum-exp of the scores of each stretch of groups. By these
+`condense.ops.triton.recall_choice_kernels` chooses groups. `recall_rest_kernel` weighs the closed groups that queries
+do not open, by their centres; `recall_join_kernel` adds these groups to attention, as one token.
 
 Shapes: B rows of the batch, H query heads, K KV heads, R query heads per KV head, L queries of which a block has n, G
 groups of g tokens, T tiles of Q queries, D and Dv widths.
@@ -25,9 +25,9 @@ from condense.ops.triton.device.softmax import soft_cap
 # not specialised: these numbers differ between blocks of queries, and a new value must not compile a new kernel
 BLOCK = ("G", "first", "stop", "cells")
 
-# cells whose best scores lie side by side in memory for each row: 16 bytes
+# cells whose best scores are adjacent in memory for each row: 16 bytes
 CELLS_PER_LINE = tl.constexpr(4)
-# groups that a program scores: few queries keep a GPU busy too. One number for all calls, as sums depend on it
+# groups that a program scores, so that few queries fill a GPU too. The same in all calls, because sums depend on it
 STRETCH = tl.constexpr(512)
 
 
@@ -35,8 +35,8 @@ class ScoreForm(NamedTuple):
     """The constants of an index and of its tiles.
 
     GP: tokens per group, g, rounded up to a power of two. BG: groups per tile. C: groups per cell. BM: rows per tile.
-    P: columns read at a time. parts: reads that a row takes; if it is one, a program reads its queries once. best:
-    whether the best score of every cell is asked for.
+    P: columns read at a time. parts: times that P columns are read per row; with one part, a program reads its queries
+    once. best: whether to write the best score of every cell.
     """
 
     GP: int
@@ -50,21 +50,21 @@ class ScoreForm(NamedTuple):
 
 @triton.jit
 def place_of_cell(cell, lines):
-    """Offset of the best score of a cell for row 0 of ``lines`` rows."""
+    """Offset of a cell's best score for row 0. lines: rows of the block of queries, n * R."""
     return cell // CELLS_PER_LINE * lines * CELLS_PER_LINE + cell % CELLS_PER_LINE
 
 
 @triton.jit
 def closed_groups(i, row, spans, G, KIND: tl.constexpr):
-    """Number of groups that are closed for queries i, at most the G of the index."""
+    """Number of groups that are closed for each of queries i, at most the G of the index."""
     return tl.minimum(visible(0, i, row, spans, KIND)[1], G).to(tl.int32)
 
 
 @triton.jit
 def _turned(q_ptr, at, real, rotation_ptr, LO: tl.constexpr, D: tl.constexpr):
-    """Columns from LO on of the queries at ``q_ptr + at``, turned, `turned_columns` of them; 0 past the last.
+    """Rotated columns ``[LO, LO + turned_columns(D))`` of the queries at ``q_ptr + at``, float32; 0 past the last.
 
-    The rotation, in the dtype of the queries or float32, is of 1 and -1: products are exact, sums are in float32.
+    The rotation, in the dtype of the queries or float32, holds 1 and -1: products are exact, sums are in float32.
     """
     d = LO + tl.arange(0, turned_columns(D))
     there = d < D
@@ -78,10 +78,10 @@ def recall_turn_kernel(
     q_ptr, rotation_ptr, number_ptr, unit_ptr, s_q, K, n, width, scale,
     R: tl.constexpr, D: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """Write queries as `condense.ops.recall.turned_queries` returns them: int8 ``[B * K, n * R, width]``, of which D
-    columns are written, and what one of these stands for, times the scale, above 0, float32 ``[B * K, n * R]``.
+    """Rotate queries and round them as `condense.ops.recall.turned_queries` does: write int8 ``[B * K, n * R, width]``,
+    of which D columns are written, and their quantization scales times ``scale``, float32 ``[B * K, n * R]``.
 
-    Grid (tiles of BM rows, B * K). Rows of a query's R heads lie side by side. rotation: as `_turned` takes it.
+    Grid (tiles of BM rows, B * K). Rows of a query's R heads are adjacent. rotation: as in `_turned`. scale > 0.
     """
     head, line = tl.program_id(1).to(tl.int64), tl.program_id(0) * BM + tl.arange(0, BM)
     real = line < n * R
@@ -106,8 +106,10 @@ def recall_turn_kernel(
 
 
 class SpreadForm(NamedTuple):
-    """The constants of an index: g tokens per group; GP, the same as a power of two, 0 for centres alone; C groups per
-    program; D columns of a key; W4, a power of two that holds the bytes of a centre.
+    """The constants of an index.
+
+    g: tokens per group. GP: g rounded up to a power of two, 0 to write centres alone. C: groups per program. D: columns
+    of a key. W4: bytes of a centre rounded up to a power of two.
     """
 
     g: int
@@ -122,9 +124,9 @@ def recall_spread_kernel(
     sign_ptr, step_ptr, token_ptr, of_token_ptr, centre_ptr, of_centre_ptr, s_sign, s_step, K, G, width,
     FORM: tl.constexpr,
 ):  # fmt: skip
-    """Write an index as `condense.ops.triton.recall_score.CellIndex` says; rows of D columns are width bytes apart.
+    """Expand an index to a `condense.ops.triton.recall_score.CellIndex`, whose rows are ``width`` bytes apart.
 
-    Grid (cells of C groups, B * K). sign, step: those of a `condense.ops.recall.index.GroupIndex`.
+    Grid (cells of C groups, B * K). sign, step: the fields of a `condense.ops.recall.index.GroupIndex`.
     """
     C: tl.constexpr = FORM.C
     GP: tl.constexpr = FORM.GP
@@ -164,15 +166,15 @@ class _TileRows(
     """A tile of queries, and the index that it is multiplied with.
 
     q: the queries, or their descriptor if they are read in parts. signs: descriptor. head: index of a KV head in both.
-    line: first row of the tile in the descriptor of queries. steps, centres, of_centres: pointers to those of the head.
-    s_centre: stride of centres. Per row: unit, what one of its whole numbers stands for; closed, its closed groups;
-    real, whether it counts; score and cell, pointers to its results. lines: rows of the block of queries.
+    line: first row of the tile in the descriptor of queries. steps, centres, of_centres: pointers to the head's part of
+    a `CellIndex`. s_centre: stride of centres. Per row: unit, its quantization scale; closed, its closed groups; real,
+    whether it counts; score and cell, pointers to its results. lines: rows of the block of queries.
     """
 
 
 @triton.jit
 def _products(tile, token, FORM: tl.constexpr):
-    """Products of a tile of queries with the signs of ``BG * GP`` tokens from ``token`` on."""
+    """Products of a tile of queries with the signs of ``BG * GP`` tokens from ``token`` on, int32 ``[BM, BG * GP]``."""
     BM: tl.constexpr = FORM.BM
     BN: tl.constexpr = FORM.BG * FORM.GP
     P: tl.constexpr = FORM.P
@@ -190,8 +192,8 @@ def _products(tile, token, FORM: tl.constexpr):
 def products_of_parts(q, head, line, at, D: tl.constexpr, FORM: tl.constexpr):
     """Products of a tile of queries with the centres at pointers ``at`` ``[n, 1]``, int32 ``[BM, n]``.
 
-    q: the tile, or if it is read in parts, the descriptor of queries, of which it begins at ``line``. FORM: has BM, P
-    and parts.
+    q: the tile; or, if it is read in parts, the descriptor of all queries, in which the tile begins at ``line``. FORM:
+    a record with fields BM, P and parts.
     """
     BM: tl.constexpr = FORM.BM
     P: tl.constexpr = FORM.P
@@ -208,7 +210,7 @@ def products_of_parts(q, head, line, at, D: tl.constexpr, FORM: tl.constexpr):
 def _of_centres(tile, group, FORM: tl.constexpr, D: tl.constexpr):
     """Products of a tile of queries with the centres of ``BG`` groups from ``group`` on, ``[BM, BG / C, C]``."""
     C: tl.constexpr = FORM.C
-    # a tile repeats the centres of its groups, because matrix units take 16 rows at least
+    # a tile with fewer than 16 groups repeats their centres, because tensor cores take at least 16 columns
     N: tl.constexpr = max(1, 16 // FORM.BG)
     n = tl.arange(0, FORM.BG * N)
     row = (group + n // (C * N) * C + n % C).to(tl.int64)
@@ -219,10 +221,10 @@ def _of_centres(tile, group, FORM: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def _score_groups(tile, lse, stretch, D: tl.constexpr, FORM: tl.constexpr, MASKED: tl.constexpr):
-    """Score the groups ``[lo, hi)`` of a stretch, write the scores, and add them to lse.
+    """Score the groups ``[lo, hi)`` of a stretch, write the scores, and return lse with them.
 
-    lse: for each row and place in a tile the largest score, and the sum of ``2 ** (score - largest)``. MASKED: the
-    closed groups of some row may end among them.
+    lse: for each row and place in a tile the largest score, and the sum of ``2 ** (score - largest)``. MASKED: some of
+    these groups may not be closed for some row.
     """
     top, total = lse
     lo, hi = stretch
@@ -238,7 +240,7 @@ def _score_groups(tile, lse, stretch, D: tl.constexpr, FORM: tl.constexpr, MASKE
         steps = next_steps
         # one tile ahead, because a load takes long; after the last tile it is read once more
         next_steps = tl.load(steps_at + tl.minimum(group + BG, hi - 1) // BG * BG * GP)
-        # in the order of `condense.ops.recall.choice.index_scores`: the unit is above 0 and comes last
+        # in the order of `condense.ops.recall.choice.index_scores`, which multiplies by the query's scale last
         s = floats_of(_products(tile, group * GP, FORM)) * steps[None, :]  # [BM, BG * GP]
         n = cell[:, None] * C + c[None, :]  # [BC, C]
         of_centres = floats_of(_of_centres(tile, group, FORM, D)) * tl.load(tile.of_centres + n)[None]
@@ -250,7 +252,7 @@ def _score_groups(tile, lse, stretch, D: tl.constexpr, FORM: tl.constexpr, MASKE
             tl.store(tile.cell[:, None] + place_of_cell(cell, tile.lines)[None, :], of_cells, mask=tile.real[:, None])
         at = (cell * tile.lines)[:, None] * C + c[None, :]
         tl.store(tile.score[:, None, None] + at[None], s, mask=tile.real[:, None, None])
-        # kept per place in a tile: to join them, threads would wait for each other
+        # maxima and sums are kept per place in a tile, because a reduction over threads would make them wait
         s = tl.reshape(s, [FORM.BM, top.shape[1], BG // top.shape[1]])
         larger = tl.maximum(top, tl.max(s, 2))  # [BM, places]
         safe = tl.where(larger == float("-inf"), 0.0, larger) if MASKED else larger
@@ -280,8 +282,8 @@ def recall_score_kernel(
     Grid (tiles of BM rows, B * K, stretches). Tiles of groups behind the last closed group of a tile of queries are not
     written.
 
-    unit, q: as `recall_turn_kernel` writes them, queries as a descriptor. signs, also a descriptor, steps, centres,
-    of_centres: those of a `condense.ops.triton.recall_score.CellIndex`; rows of centres are s_centre apart.
+    unit, q: results of `recall_turn_kernel`, q as a descriptor. signs (a descriptor), steps, centres, of_centres: the
+    fields of a `condense.ops.triton.recall_score.CellIndex`; rows of centres are s_centre apart.
     """
     numbers = chunk, window, entries, max_chunks, query_start, window_start, padding, first_entries
     row, spans = row_of_program(numbers, starts_ptr, K, KIND)
@@ -316,7 +318,7 @@ def recall_score_kernel(
 
 @triton.jit
 def joined_lse(lse_ptr, at, lines, stretches):
-    """Join the log-sum-exps of rows, base 2, of all stretches, ``lines`` numbers apart; 0 where nothing is closed."""
+    """Join the base-2 log-sum-exps of all stretches, ``lines`` numbers apart from ``at`` on; 0 if nothing is closed."""
     top = tl.load(lse_ptr + at)
     total = tl.where(top == float("-inf"), 0.0, 1.0)
     for n in range(1, stretches):
@@ -329,7 +331,7 @@ def joined_lse(lse_ptr, at, lines, stretches):
 
 
 class RestForm(NamedTuple):
-    """The constants of a tile: BM rows, BN groups, P columns that are read at a time, the reads per row."""
+    """The constants of a tile: BM rows, BN groups, P columns that are read at a time, parts of P columns per row."""
 
     BM: int
     BN: int
@@ -344,13 +346,13 @@ def recall_rest_kernel(
     chunk, window, entries, max_chunks, query_start, window_start, padding, first_entries,
     R: tl.constexpr, D: tl.constexpr, KIND: tl.constexpr, CAP: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Write the natural logarithm of the weight of what queries ``[first, stop)`` do not open, float32 ``[B * K, R,
-    L]``; -inf where they open all closed groups.
+    """Write the logarithm of the weight of all closed groups that queries ``[first, stop)`` do not open, natural,
+    float32 ``[B * K, R, L]``; -inf where a query opens all closed groups.
 
-    Grid (tiles of ``BM // R`` queries, B * K). unit, q: as `condense.ops.triton.recall_score.turned` returns them, in
-    base 2, queries as a descriptor. centres int8 ``[B * K, columns, D]``, of_centres float32 ``[B * K, columns]``:
-    those of the index, up to whole tiles; rows of centres are s_centre apart. words ``[B * K, T, words]``: as of
-    `condense.ops.triton.recall_choice.marked`. level: what is added to scores, base 2. CAP: soft cap, base 2, 0.0 for
+    Grid (tiles of ``BM // R`` queries, B * K). unit, q: from `condense.ops.triton.recall_score.turned`, in base 2, q as
+    a descriptor. centres int8 ``[B * K, columns, D]``, of_centres float32 ``[B * K, columns]``: of a `CellIndex` of
+    whole tiles; rows of centres are s_centre apart. words ``[B * K, T, words]``: from
+    `condense.ops.triton.recall_choice.marked`. level: added to the log-sum-exp, base 2. CAP: soft cap, base 2, 0.0 for
     none.
     """
     BM: tl.constexpr = FORM.BM
@@ -368,7 +370,7 @@ def recall_rest_kernel(
     centres_ptr += head * columns * s_centre
     line = tile * (Q * R)
     held = q if FORM.parts > 1 else q.load([tl.program_id(1), line, 0]).reshape(BM, FORM.P)
-    # kept per place: to join them, threads would wait for each other
+    # per place in a tile, because a reduction over threads would make them wait
     top, total = tl.full([BM, PLACES], float("-inf"), tl.float32), tl.zeros([BM, PLACES], tl.float32)
     for group in range(0, tl.max(closed), FORM.BN):
         n = group + tl.arange(0, FORM.BN)
@@ -394,9 +396,9 @@ def recall_join_kernel(
     """Add a token to attention, in place: out ``[B, H, L, Dv]``, lse float32 ``[B, H, L]``, as
     `condense.ops.recall.rest.with_rest` does.
 
-    Grid (tiles of BM queries times H, B). weight: as `recall_rest_kernel` writes it. mean: ``[B, H / R, n, Dv]``, of
-    which query i sees column ``(begin + i) // g``, or the first or last one. begin_ptr: begin by row, None for one of
-    all.
+    Grid (tiles of BM queries times H, B). weight: as `recall_rest_kernel` writes it. mean: ``[B, H / R, n, Dv]``; query
+    i sees column ``(begin + i) // g``, clamped to the first and the last. begin_ptr: begin of each row, None if it is
+    the same in all rows.
     """
     row, head = tl.program_id(1), tl.program_id(0) % H
     i, d = tl.program_id(0) // H * BM + tl.arange(0, BM), tl.arange(0, BD)
@@ -419,6 +421,6 @@ def recall_join_kernel(
     mean = tl.load(mean_ptr + column.to(tl.int64)[:, None] * s_n + d[None, :], mask=there, other=0.0)
     out = out * tl.exp(lse - total)[:, None] + mean * tl.exp(weight - total)[:, None]
     tl.store(out_ptr, out.to(out_ptr.dtype.element_ty), mask=there)
-    # other warps of the program read the same numbers
+    # other warps of the program may not have read their log-sum-exps yet, which the store below overwrites
     tl.debug_barrier()
     tl.store(lse_ptr + line, tl.where(nothing, float("-inf"), total), mask=i < L)

@@ -1,4 +1,4 @@
-"""The kernels of a decode step that chooses among stored groups: five, one more for some latents, two on Hopper.
+"""Launches of the kernels of a decode step with `Recall`: five kernels; for some latents six, on Hopper seven.
 
 Shapes as in `condense.ops.step.state`; R = H / K query heads per KV head, S splits of the work on one KV head.
 """
@@ -25,7 +25,7 @@ from condense.ops.triton.step_plan import StepShape
 CLOSE, TURN = (Launcher(x) for x in (recall_close_kernel, recall_turn_kernel))
 SCORE, CHOOSE = (Launcher(x) for x in (recall_score_kernel, recall_choose_kernel))
 OPENED, ATTEND = (Launcher(x) for x in (latent_groups_kernel, recall_attend_kernel))
-# between those that score and choose, where other processes have more heads
+# runs between score and choose, if other processes have query heads of the same KV head
 SHARE = Launcher(recall_share_kernel)
 
 
@@ -38,16 +38,16 @@ class StepScratch(
     """Scratch memory of one step; all tensors have one dimension and hold, in order, numbers of the shapes given here.
 
     float32: part ``[B, H, S1, Dv]``, lse ``[B, H, S1]``, score ``[B, H, G as a power of two]``, top and total
-    ``[B, H, S0]``; centre, centre_top and centre_total the same of centres, empty where nobody reads these; turned
-    ``[B, H, D]``, empty where none reads turned queries; whole, bytes of `recall_turn_kernel`, empty without it; base
-    ``[B, H, r]``, of latents twice as many; int32: groups and place ``[B, K, r]``, slot_of ``[B, K, G]``, used and free
-    ``[B, K, S]`` of S slots. In pages score, centre and base are ``[H, all]``, base of latents ``[H, 2 all]``, groups
-    and slot_of ``[K, all]``, with places for all groups of all rows.
+    ``[B, H, S0]``; centre, centre_top and centre_total: as score, top and total, of centres; turned ``[B, H, D]``,
+    rotated queries; whole, int8 queries of `recall_turn_kernel`; these five are empty where no kernel reads them; base
+    ``[B, H, r]``, twice as many for latents. int32: groups and place ``[B, K, r]``, slot_of ``[B, K, G]``, used and
+    free ``[B, K, S]`` of S slots. In pages score, centre and base are ``[H, all]``, base of latents ``[H, 2 all]``,
+    groups and slot_of ``[K, all]``, with places for all groups of all rows.
     """
 
 
 def scratch_of(sizes: tuple[tuple[int, ...], tuple[int, ...]], device: torch.device) -> StepScratch:
-    """Allocate scratch memory in two pieces, because each allocation takes time on the host. sizes: of the plan."""
+    """Allocate scratch memory with two calls, because each takes time on the host. sizes: ``scratch`` of the plan."""
     floats, integers = sizes
     return StepScratch(
         *torch.empty(sum(floats), dtype=torch.float32, device=device).split_with_sizes(floats),
@@ -56,7 +56,7 @@ def scratch_of(sizes: tuple[tuple[int, ...], tuple[int, ...]], device: torch.dev
 
 
 def kept_of(state: StepState) -> tuple[Tensor | None, ...]:
-    """The buffers that the kernel which closes a group takes behind the new token."""
+    """The buffers of a state that `recall_close_kernel` takes, in its order; no sums if queries do not see them."""
     sums = state.sums if state.sums.numel() > 0 else None
     return state.signs, state.steps, state.store, state.ring_k, state.ring_v, sums, state.seen
 
@@ -64,10 +64,10 @@ def kept_of(state: StepState) -> tuple[Tensor | None, ...]:
 def tensors_of(
     q: Tensor, state: StepState, counts: Tensor, scratch: StepScratch, turn: Tensor, tables: tuple[Tensor | None, ...]
 ) -> tuple[tuple[Tensor | None, ...], ...]:
-    """The tensors of the kernels that turn, score, choose, read open groups of latents, and attend.
+    """The tensors of five kernels: rotate queries, score, choose, read open groups of latents, and attend.
 
-    counts: which rows count. turn: the rotation. tables: of the pages of tokens and of records, the tokens of the rows
-    before each, stamps of records, and tags and clock of `PagedSlots`; None for buffers.
+    counts: which rows count. turn: the rotation. tables: page tables of tokens and of records, tokens of all rows
+    before each row, stamps of records, and tags and clock of `PagedSlots`; each None for buffers.
     """
     _, _, ring_k, ring_v, _, seen, _, _, _, signs, steps, store, slots, held, order, sums, *_ = state
     part, lse, score, top, total, *optional, base, groups, place, slot_of, used, free = scratch
@@ -87,25 +87,25 @@ def tensors_of(
 
 
 class RecallKernels(PreparedStep):
-    """The kernels of steps with a choice."""
+    """The kernels of steps with a choice of stored groups."""
 
     __slots__ = ("_kept", "_kernels", "_rotation", "_sizes", "_width")
 
     def __init__(self, call: StepCall) -> None:
-        """call: checked by `condense.ops.triton.step.step`."""
+        """Prepare ``call``, which `condense.ops.triton.step` has checked."""
         super().__init__(call)
         q, k, v = self._dense(call.token)
         plan, of_q = plan_of(StepShape.of(call)), q.stride()[:2]
         self._width, self._sizes, self._kept = call.latent or v.shape[3], plan.scratch, kept_of(call.state)
         self._rotation = rotation(q.shape[3], q.device, q.dtype)
-        # strides 1: `seen` and the rows that count are contiguous
+        # the strides (1, 1) of the last kernel: `seen` and `real` are contiguous
         strides = (*k.stride()[:2], *v.stride()[:2]), of_q, of_q, tuple(q.shape[:1]), (), of_q, (1, 1)
         launchers, (_, *plans) = (CLOSE, TURN, SCORE, CHOOSE, OPENED, ATTEND, JOIN), plan
         kernels = zip(launchers, plans, strides, strict=True)
         self._kernels = [None if launch is None else Prepared(kernel, launch, own) for kernel, launch, own in kernels]
 
     def __call__(self, token: NewToken, sink: Tensor | None) -> Tensor:
-        """Attention ``[B, H, 1, Dv]``, or ``[B, H, 1, latent]``."""
+        """Return attention ``[B, H, 1, Dv]``, or ``[B, H, 1, latent]`` for latents."""
         q, k, v = self._dense(token)
         state, seen = self.state, self.state.seen
         scratch = scratch_of(self._sizes, q.device)

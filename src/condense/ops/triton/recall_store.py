@@ -1,4 +1,4 @@
-"""Recall's store over a prompt: groups are packed in one pass, and read as keys and values where their bytes lie.
+"""Recall's store over a prompt: pack all groups with one kernel, and unpack them to keys and values with another.
 
 Shapes: B rows, K KV heads, n groups of g tokens, P pages of N slots, C bytes of a token, D and Dv widths.
 """
@@ -20,7 +20,7 @@ _CLOSE, _UNPACK = Launcher(recall_close_kernel), Launcher(recall_unpack_kernel)
 
 
 def store_groups(form: StoreFormat, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """See `condense.ops.backends.Operations`; for 8 and 4 bits."""
+    """Pack groups into an index and a store of 8 or 4 bits, see `condense.ops.backends.Operations`."""
     return _store(k, v, form.bits)
 
 
@@ -29,7 +29,7 @@ def _store(k: Tensor, v: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     signs, steps, store = made = _stored(k, v, bits)
     (B, K, G, g, D), Dv = k.shape, v.shape[4]
     form = Form.of(StoreFormat(bits, g), k.dtype, (D, Dv))
-    # each group is a row whose last token closes it; that token is in its ring already, and written there once more
+    # each group becomes a row of the kernel, whose ring holds g tokens and whose new token, the last, closes the group
     rows, like = B * K * G, (k.contiguous(), v.contiguous())
     last = [x.view(rows, g, x.shape[4])[:, -1] for x in like]
     strides = [n for x in last for n in (x.stride(0), 0)]
@@ -64,9 +64,9 @@ def unpack_store(
     form: StoreFormat, pieces: Tensor, index: GroupIndex, widths: tuple[int, int], dtype: torch.dtype,
     places: Places | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """See `condense.ops.unpack_store`; for 8 and 4 bits."""
+    """Keys and values of a store of 8 or 4 bits, see `condense.ops.unpack_store`."""
     page, _, slot = (None, None, None) if places is None else places
-    # the host takes longer to call an operation written in Python than to start the kernel
+    # the operation is used only where it is needed: calling it takes the host longer than starting the kernel
     keeps_whole = torch.compiler.is_compiling() or torch.is_grad_enabled()
     return (_unpack if keeps_whole else _start)(pieces, *index, page, slot, form.bits, *widths, dtype)
 
@@ -76,14 +76,14 @@ def _start(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     k, v = _results(pieces, signs, steps, D, Dv, dtype)
-    # pieces may lie in pinned host memory: they are not the first tensor, whose device is that of the kernel
+    # pieces may be in pinned host memory, so they are not the first tensor, whose device `Launcher` takes
     pieces, (B, K, tokens, _), g, device = whole_rows(pieces), k.shape, steps.shape[3] - 1, steps.device
     check_programs(B * K)
     form = Form.of(StoreFormat(bits, g), dtype, (D, Dv))
     # threads read 8 bytes of codes at a time, and write 16 bytes
     T, warps, n = min(16, power_of_2(g)), 4 if bits * D <= 512 else 8, tokens // g
-    # so that the rotation is loaded for many tokens at a time; of float32, which no matrix unit multiplies exactly, all
-    # products of a tile are written out, and large tiles take minutes to compile
+    # 128 tokens per tile share one load of the rotation. Not in float32, which tensor cores do not multiply exactly: a
+    # tile's products are then unrolled, and large tiles take minutes to compile
     BG = 128 // T if max(D, Dv) <= 128 and dtype != torch.float32 else 1
     places = (None if x is None else x.contiguous() for x in (page, slot))
     with on_device_of(steps):
@@ -98,7 +98,7 @@ def _start(
     return k, v
 
 
-# a torch operation, which torch.compile keeps whole
+# `_start` as a torch operation, into which torch.compile does not trace
 _unpack = torch.library.custom_op("condense::unpack_store", _start, mutates_args=())
 
 

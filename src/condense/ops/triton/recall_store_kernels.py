@@ -1,7 +1,7 @@
-"""Recall's store in kernels: a group is quantised when it closes, if the store has fewer than 16 bits, and read as
-numbers by attention.
+"""Recall's store in kernels: quantize the tokens of a group when it closes, if the store has fewer than 16 bits, and
+load them as numbers for attention.
 
-`condense.ops.recall.StoreFormat` says what a group's piece of bytes holds, and defines every number here.
+A group is one piece of bytes, whose layout and numbers `condense.ops.recall.StoreFormat` defines.
 
 Shapes: n groups of a tile, T tokens of each, P columns of a tile.
 """
@@ -33,9 +33,9 @@ class Form(NamedTuple):
 
     bits: per number. g: tokens per group. D, DV: widths of keys and of values; DV is 0 for latents. D0, D1, V0, V1:
     widths of their parts (`condense.ops.triton.device.parts`); V0 is D0 for latents. piece: elements of a group's
-    piece, numbers for 16 bits and bytes for fewer. steps_at, keys_at, values_at: bytes before the steps of keys, and
-    before the codes of keys, and of values. unit: `step_unit` of values. key_unit: `StoreFormat.key_unit`. tiny: the
-    smallest step of values.
+    piece, numbers for 16 bits and bytes for fewer. steps_at, keys_at, values_at: offsets in bytes of the quantization
+    steps of keys, the codes of keys and the codes of values. unit: step of values as a fraction of their spread.
+    key_unit: `StoreFormat.key_unit`. tiny: the smallest step of values.
     """
 
     bits: int
@@ -56,7 +56,7 @@ class Form(NamedTuple):
 
     @classmethod
     def of(cls, form: StoreFormat, dtype: torch.dtype, widths: tuple[int, int], latent: int = 0) -> Form:
-        """Those of tokens of a dtype and of widths D and Dv. latent: as of `key_value_parts`."""
+        """Return the constants for tokens of a dtype, of widths D and Dv. latent: as in `key_value_parts`."""
         piece, codes_at = form.group_size * form.width(*widths, dtype.itemsize), form.codes_at(*widths, dtype.itemsize)
         parts = key_value_parts(widths[0], widths[1] or widths[0], latent)
         return cls(
@@ -66,22 +66,22 @@ class Form(NamedTuple):
 
 
 class Pieces(namedtuple("Pieces", "ptr slot moves signs steps")):
-    """The pieces of n groups. ptr: pointers to them. slot: pointers to their places in slots. moves: whether what is
-    read of a piece is stored there, too. signs, steps: pointers to those of each group's index.
+    """The pieces of n groups. ptr: pointers to them. slot: pointers to their slots on the device. moves: whether bytes
+    that are read from a piece are also copied to its slot. signs, steps: pointers to each group's index.
     """
 
 
 class Words(namedtuple("Words", "k v unit step zero")):
-    """Tokens of groups as `load_words` reads them, N of them; their keys less the centres of their groups.
+    """N tokens of groups as `load_words` reads them, keys minus the centres of their groups.
 
-    k, v: `signed_codes` and `middle_codes` in the parts of `condense.ops.triton.device.codes.to_words`. unit: what 1 in
-    a key stands for. step, zero: a value is ``zero + step * code``. All three float32 ``[N]``.
+    k, v: codes from `signed_codes` and `middle_codes`, in the parts of `condense.ops.triton.device.codes.to_words`.
+    unit: a key is ``unit * k``. step, zero: a value is ``zero + step * (v + MIDDLE)``. All three float32 ``[N]``.
     """
 
 
 @triton.jit
 def chunk_tokens(tokens, position, t, inside, LO, D: tl.constexpr, P: tl.constexpr, NEAR: tl.constexpr):
-    """Columns from LO on of `Tokens` at ``position``, ``[n, P]`` float32; the newest, at t, is not in its row yet."""
+    """Columns from LO on of `Tokens` at ``position``, float32 ``[n, P]``; that at t is read from ``tokens.new``."""
     d = LO + tl.arange(0, P)
     there = inside[:, None] & (d < D)[None, :]
     at = token_rows(tokens.place, position, inside, D, NEAR)[:, None] + d[None, :]
@@ -92,21 +92,22 @@ def chunk_tokens(tokens, position, t, inside, LO, D: tl.constexpr, P: tl.constex
 
 @triton.jit
 def _step(zero, largest, dtype: tl.constexpr, FORM: tl.constexpr):
-    """Step of a grid from ``zero`` to ``largest``, rounded to the dtype in which it is stored, in float32."""
+    """Quantization step for numbers from ``zero`` to ``largest``, rounded to ``dtype`` as it is stored, in float32."""
     return tl.maximum(((largest - zero) * FORM.unit).to(dtype).to(tl.float32), FORM.tiny)
 
 
 @triton.jit
 def key_step(largest, dtype: tl.constexpr, FORM: tl.constexpr):
-    """Steps of keys, in ``dtype``, from the largest numbers of what these differ by from their centre, turned."""
+    """Quantization steps of keys, in ``dtype``. largest: size of a rotated key's largest difference from its centre."""
     return (largest * (1 / block_width(FORM.D)) * FORM.key_unit).to(dtype)
 
 
 @triton.jit
 def key_codes(size, step, FORM: tl.constexpr):
-    """Codes of keys, float32, from the sizes of what these differ by from their centre, turned, and their `key_step`.
+    """Codes of keys, float32, from the sizes of rotated keys' differences from their centre. step: from `key_step`.
 
-    One division for each key: a whole number next to the quotient is one too large if it takes more than there is.
+    One division per key instead of per number: a product with the inverse is rounded, and is one too large where code
+    times step exceeds the size.
     """
     size *= 1 / block_width(FORM.D)
     apart = tl.maximum(2 * step.to(tl.float32), 2.0**-126)[:, None]
@@ -116,13 +117,13 @@ def key_codes(size, step, FORM: tl.constexpr):
 
 @triton.constexpr_function
 def _room(g):
-    """Bytes that a piece may leave empty: fewer than the least multiple of 16 and of g."""
+    """More bytes than a piece can leave empty: lcm(16, g) rounded up to a power of two."""
     return triton.next_power_of_2(math.lcm(16, g))
 
 
 @triton.jit
 def fill_up(piece_ptr, SIZE: tl.constexpr, FORM: tl.constexpr):
-    """Write zeros where no number stands, so that equal tokens have equal bytes. SIZE: bytes of a step."""
+    """Write zeros to the unused bytes of a piece, so that equal tokens have equal bytes. SIZE: bytes of a step."""
     n = tl.arange(0, _room(FORM.g))
     after_grid = FORM.steps_at + FORM.g * SIZE + n
     after_codes = FORM.values_at + FORM.g * FORM.DV * FORM.bits // 8 + n
@@ -132,7 +133,7 @@ def fill_up(piece_ptr, SIZE: tl.constexpr, FORM: tl.constexpr):
 
 @triton.jit
 def put_values(tokens, piece_ptr, first, t, FORM: tl.constexpr, P: tl.constexpr, NEAR: tl.constexpr):
-    """Quantise and write the values of the group that begins at position ``first``. P: columns of a tile of bytes."""
+    """Quantize and write the values of the group that begins at position ``first``. P: columns of a tile of bytes."""
     PARTS: tl.constexpr = 8 // FORM.bits
     C: tl.constexpr = FORM.DV // PARTS
     T: tl.constexpr = tokens_of_tile(FORM.g, 16)
@@ -161,9 +162,9 @@ def put_values(tokens, piece_ptr, first, t, FORM: tl.constexpr, P: tl.constexpr,
 
 @triton.constexpr_function
 def tokens_of_tile(g, N):
-    """Tokens of a group that a tile of N tokens has; it has those of as many groups as it has room for.
+    """Tokens per group in a tile of N tokens, which holds tokens of several groups if a group has fewer.
 
-    At most 16, because Triton 3.6 does not fetch tiles of whole groups of 32 ahead.
+    At most 16, because Triton 3.6 does not prefetch tiles of whole groups of 32.
     """
     return min(16, N, triton.next_power_of_2(g))
 
@@ -177,9 +178,9 @@ def in_words(FORM):
 
 @triton.jit
 def _load(pieces, at, there, COPY: tl.constexpr):
-    """Load what is ``at`` ``[T, m]`` in the pieces, ``[n, T, m]``. COPY: also store it in slots, where it moves there.
+    """Load elements ``[n, T, m]`` at offsets ``at`` ``[T, m]`` of n pieces. there: mask ``[T, m]``.
 
-    there: what may be read ``[T, m]``.
+    COPY: also store them in the slots of pieces that move.
     """
     x = tl.load(pieces.ptr[:, None, None] + at[None], mask=there[None], other=0)
     if COPY:
@@ -198,7 +199,7 @@ def _as(pieces, dtype: tl.constexpr):
 def _load_numbers(
     pieces, AT: tl.constexpr, first, T: tl.constexpr, dtype: tl.constexpr, FORM: tl.constexpr, COPY: tl.constexpr
 ):  # fmt: skip
-    """The numbers of T tokens from ``first`` on, float32 ``[n * T]``; a piece has AT numbers before that of token 0."""
+    """One number per token for T tokens from ``first`` on, float32 ``[n * T]``. AT: offset of token 0's in a piece."""
     N: tl.constexpr = pieces.ptr.shape[0] * T
     if dtype.primitive_bitwidth == 16 and FORM.g % 2 == 0:
         # two are loaded as one word, which is wide enough to be prefetched
@@ -213,7 +214,7 @@ def _load_numbers(
 
 @triton.jit
 def _load_codes(pieces, at, d, there, WIDTH: tl.constexpr, FORM: tl.constexpr, COPY: tl.constexpr):
-    """Codes of columns d, float32 ``[n, T, P]``, of tokens whose vectors, WIDTH wide, begin ``at`` ``[T]``."""
+    """Codes of columns d, float32 ``[n, T, P]``, of vectors WIDTH wide that begin at offsets ``at`` ``[T]``."""
     C: tl.constexpr = WIDTH * FORM.bits // 8
     at = at[:, None] + (d % C)[None, :]
     codes = tl.load(pieces.ptr[:, None, None] + at[None], mask=there[None], other=0)  # [n, T, P]
@@ -225,13 +226,13 @@ def _load_codes(pieces, at, d, there, WIDTH: tl.constexpr, FORM: tl.constexpr, C
 
 @triton.jit
 def _flat(x):
-    """Tokens of all groups in one tile: ``[n, T, P]`` as ``[n * T, P]``."""
+    """Tokens of all groups as one tile: ``[n, T, P]`` reshaped to ``[n * T, P]``."""
     return tl.reshape(x, (x.shape[0] * x.shape[1], x.shape[2]))
 
 
 @triton.jit
 def _load_centre(pieces, column, there, FORM: tl.constexpr):
-    """The numbers of the centres in a column ``[1, P]``, float32 ``[n, 1, P]``."""
+    """Numbers of the n groups' centres in columns ``column`` ``[1, P]``, float32 ``[n, 1, P]``."""
     C: tl.constexpr = 4 * sign_bytes(FORM.D)
     at = FORM.g * sign_bytes(FORM.D) + column % C
     bytes = tl.load(pieces.signs[:, None, None] + at[None], mask=there[None], other=0).to(tl.int32)  # [n, 1, P]
@@ -241,9 +242,7 @@ def _load_centre(pieces, column, there, FORM: tl.constexpr):
 
 @triton.jit
 def load_centres(signs_ptr, dtype: tl.constexpr, FORM: tl.constexpr, ASM: tl.constexpr):
-    """The centres of the groups whose signs begin at ``signs_ptr`` ``[n]``, in the parts of `Words`; their numbers in
-    two steps.
-    """
+    """Centres, in units of two steps, of groups whose signs begin at ``signs_ptr`` ``[n]``; in the parts of `Words`."""
     ptr, x = signs_ptr.to(tl.pointer_type(tl.int16)) + FORM.g * (FORM.D // 16), ()
     words = tl.load(ptr[:, None] + tl.arange(0, FORM.D // 4)[None, :])
     for part in tl.static_range(4):
@@ -258,12 +257,12 @@ def load_words(
 ):  # fmt: skip
     """The `Words` of T tokens from ``first`` on of each of n groups; finite past a group's end.
 
-    What they stand for is not rounded to the dtype, as `load_groups` rounds it: sums of products are multiplied by
-    steps. COPY: also store what is read of `Pieces` that move. ASM: there is a GPU that runs assembly.
+    Unlike `load_groups`, this leaves codes unscaled: attention multiplies sums of products by steps, without rounding
+    keys and values to the dtype. COPY: also copy `Pieces` that move to their slots. ASM: a GPU may run assembly.
     """
     i, size = first + tl.arange(0, T), dtype.primitive_bitwidth // 8
     inside, k, v = (i < FORM.g)[:, None], (), ()
-    # words of signs of a token: each has those of the columns whose codes are in every so many words
+    # a token has S words of signs: word s holds the signs of all codes in words s, S + s, 2 S + s and 3 S + s
     S: tl.constexpr = FORM.D // 16
     column = tl.arange(0, FORM.D // 4)[None, :]
     bit = (column // S)[None]
@@ -287,7 +286,7 @@ def _load_keys(
     pieces, i, dtype: tl.constexpr, FORM: tl.constexpr, COPY: tl.constexpr, LO: tl.constexpr, N: tl.constexpr
 ):  # fmt: skip
     """Load columns ``[LO, LO + N)`` of the keys of tokens i, ``[n * T, P]``; 0 past the last column, finite past the
-    last token. In fewer than 16 bits the keys are turned, and divided by the width of the rotation's blocks.
+    last token. With fewer than 16 bits the keys are rotated, and divided by the width of the rotation's blocks.
     """
     D: tl.constexpr = FORM.D
     d, inside = LO + tl.arange(0, tile_width(N)), (i < FORM.g)[:, None]
@@ -313,7 +312,7 @@ def _load_keys(
 def _load_values(
     pieces, i, dtype: tl.constexpr, FORM: tl.constexpr, COPY: tl.constexpr, LO: tl.constexpr, N: tl.constexpr
 ):  # fmt: skip
-    """As `_load_keys`, for values."""
+    """Load columns ``[LO, LO + N)`` of the values of tokens i, as `_load_keys` loads keys."""
     d, inside = LO + tl.arange(0, tile_width(N)), (i < FORM.g)[:, None]
     there = inside & (d < LO + N)[None, :]
     if FORM.bits == 16:
@@ -329,9 +328,9 @@ def _load_values(
 @triton.jit
 def load_groups(pieces, i, dtype: tl.constexpr, FORM: tl.constexpr, COPY: tl.constexpr):
     """Load keys and values of tokens i ``[T]`` of each of n groups, in parts ``[n * T, P]``, as `StoreFormat` rounds
-    them, keys turned if they have fewer than 16 bits; finite past a group's end.
+    them. With fewer than 16 bits keys are rotated. Finite past a group's end.
 
-    Values of latents are the first part of their keys. COPY: also store what is read of `Pieces` that move.
+    Values of latents are the first part of their keys. COPY: also copy `Pieces` that move to their slots.
     """
     k = _load_keys(pieces, i, dtype, FORM, COPY, 0, FORM.D0)
     k = parts(k, _load_keys(pieces, i, dtype, FORM, COPY, FORM.D0, FORM.D1) if FORM.D1 > 0 else None)
@@ -344,7 +343,7 @@ def load_groups(pieces, i, dtype: tl.constexpr, FORM: tl.constexpr, COPY: tl.con
 
 @triton.jit
 def _words_as_numbers(words, centres, step, dtype: tl.constexpr, FORM: tl.constexpr):
-    """Keys and values of `Words` as `load_groups` gives them. centres, step: those of the groups' `load_centres`."""
+    """Keys and values of `Words` as `load_groups` returns them. centres: from `load_centres`. step: of each centre."""
     k, v = (), ()
     n: tl.constexpr = step.shape[0]
     C: tl.constexpr = FORM.D // 4
@@ -359,7 +358,7 @@ def _words_as_numbers(words, centres, step, dtype: tl.constexpr, FORM: tl.conste
 
 @triton.jit
 def _turned_back(k, rotation_ptr, LO: tl.constexpr, N: tl.constexpr, FORM: tl.constexpr):
-    """Columns ``[LO, LO + N)`` of turned keys, turned back."""
+    """Columns ``[LO, LO + N)`` of rotated keys, rotated back."""
     return coding.to_numbers(turned_part(k, rotation_ptr, LO, N, FORM.D, True, "ieee"), k.dtype)
 
 
@@ -370,8 +369,8 @@ def recall_unpack_kernel(
 ):  # fmt: skip
     """Write keys and values of n groups of every row and KV head; grid (tiles of T tokens of each of BG groups, B * K).
 
-    signs, steps: the index ``[B * K, n, ...]``. page, slot: int64 ``[B * K, n]``, where a group's piece stands; None
-    if in the place of its number, of a row's own page. rotation: `condense.ops.recall.index.rotation` in keys' dtype.
+    signs, steps: the index ``[B * K, n, ...]``. page, slot: int64 ``[B * K, n]``, where the piece of a group is; None:
+    group i of a row is in slot i of page b. rotation: `condense.ops.recall.index.rotation` in the dtype of keys.
     """
     TILES: tl.constexpr = (FORM.g + T - 1) // T
     number, head = tl.program_id(0) // TILES * BG + tl.arange(0, BG), tl.program_id(1).to(tl.int64)
