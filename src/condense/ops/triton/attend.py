@@ -33,19 +33,19 @@ class Tiles(NamedTuple):
 
 @functools.cache
 def tiles_of(kernel: str, dtype: torch.dtype, is_cuda: bool, widest: int, R: int, opens: bool) -> Tiles:
-    """Tiles by kernel, dtype, width, heads per KV head, and whether queries open groups; the length does not matter.
+    """Tiles by kernel, dtype, width, heads per KV head, and whether queries open groups; the same for all lengths.
 
-    Measured on an H200 at width 128. Forward: of 64 and 128 rows and 32, 64 and 128 keys, 64 x 64 was the fastest by
+    Measured on an H200 at width 128. Forward: of 64 and 128 rows and 32, 64 and 128 keys, 64 x 64 is the fastest by
     5 to 30 percent: two programs share a multiprocessor, and one multiplies while the other computes its softmax. The
     kernel of dk and dv holds two accumulators in registers, which leaves room for 32 queries at a time.
 
     Where queries open groups, a tile of "fwd" or "dq" holds the queries whose bits share a word. For keys 192 and
-    values 128 wide (expanded latents), 32 keys per tile took 80 ms and 64 took 144 (128K tokens, 16 heads, H200).
+    values 128 wide (expanded latents), 32 keys per tile take 80 ms and 64 take 144 (128K tokens, 16 heads, H200).
     """
     rows, narrow = power_of_2(R), widest <= 128
     if not is_cuda:  # the interpreter
         return Tiles(16 if kernel == "dkv" else max(16, rows), 16, {})
-    if dtype == torch.float32:  # whose products are computed as six of bfloat16
+    if dtype == torch.float32:  # each product is computed as six of bfloat16
         return Tiles(32 if kernel == "dkv" else max(32, rows), 32, {"num_warps": 4, "num_stages": 1})
     if kernel == "dkv":
         return Tiles(32, 64, {"num_warps": 4 if narrow else 8, "num_stages": 3 if narrow else 2})
@@ -75,13 +75,13 @@ class _Launches(AttendShared):
         return tiles_of(kernel, q.dtype, q.is_cuda, max(q.shape[3], v.shape[3]), self.R, opens)
 
     def constants(self, *more: Any, sources: bool = True) -> tuple[Any, ...]:
-        """Constants that kernels are compiled for: number of sources, widths, kind of spans, precision, cap, ``more``.
+        """Constants of a kernel: number of sources, widths, kind of spans, precision, soft cap, and then ``more``.
 
-        sources: False for a kernel that reads neither several sources nor spans.
+        sources: False for a kernel that takes neither the number of sources nor the kind of spans.
         """
         call = self.call
-        # six products of bfloat16, which the interpreter does not know, are as exact as PyTorch's float32 attention;
-        # three of tf32 had more than twice its error
+        # float32 products as six of bfloat16 ("bf16x6", not in the interpreter) are as exact as PyTorch's float32
+        # attention; as three of tf32 they have more than twice its error
         exact = "bf16x6" if self.q.is_cuda else "ieee"
         numerics = exact if self.q.dtype == torch.float32 else "tf32", call.softcap * LOG2E
         widths = *split_width(self.q.shape[3]), *split_width(self.v[0].shape[3])
@@ -91,7 +91,9 @@ class _Launches(AttendShared):
         self, kernel: Launcher, tiles: Tiles, block: tuple[int, int, OpenedGroups | None],
         results: tuple[Tensor, ...], strides: tuple[Any, ...] = (), scales: tuple[float, ...] = (),
     ) -> None:  # fmt: skip
-        """Start a kernel that owns tiles of rows. results: tensors behind the spans; strides: of these, behind q's."""
+        """Start a kernel that owns tiles of rows, forward or dq. results: its tensors after the spans. strides: of
+        results, after q's. scales: its numbers after the softmax scale.
+        """
         call, (first, stop, lists) = self.call, block
         (B, _, L, _), K, R = self.q.shape, self.K, self.R
         sources: list[list[Tensor | None]] = [[*self.k], [*self.v]]
@@ -123,7 +125,7 @@ def _strides(*tensors: Tensor) -> tuple[int, ...]:
 
 
 def _forward(call: AttendCall) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp."""
+    """Output ``[B, H, L, Dv]`` and log-sum-exp ``[B, H, L]`` of a call."""
     launches, (out, lse) = _Launches(call), results(call.q, call.v)
     tiles = launches.tiles("fwd")
     with on_device_of(call.q):
@@ -155,7 +157,7 @@ def _backward(d_out: Tensor, d_lse: Tensor, out: Tensor, lse: Tensor, call: Atte
             _store_gradients(launches, queries, dk[0], dv[0])
     of_biases = []
     for n, bias in enumerate(call.biases):
-        if d_biases is None:  # of an empty source
+        if d_biases is None:  # only empty sources have biases
             of_biases.append(torch.zeros_like(bias))
         else:
             of_source = d_biases[call.bias_of.index(n)][:, :, : bias.shape[2]]

@@ -1,12 +1,13 @@
 """Backward kernels of attention over a list of sources; see `condense.ops.triton.attend_forward` for the layout.
 
-No atomics, so results are deterministic: a program owns a tile of rows (dq) or a block of keys (dk, dv) and goes
-through what it needs in order. `attend_dkv_kernel` reads all queries from the first that sees one of its keys. Where
-queries open groups, it does so for the window, and `store_dkv_kernel` through a list of those that open its group.
+No atomics, so results are deterministic: a program owns a tile of rows (dq) or a block of keys (dk, dv) and adds up in
+a fixed order. `attend_dkv_kernel` reads all queries from the first that sees one of its keys. Where queries open
+groups, it computes gradients of the window, and `store_dkv_kernel` those of the store: it reads a list of the queries
+that open its group.
 
-The dq kernel hands two numbers per query to the others, float32 ``[B, H, L]``: the base-2 log-sum-exp, infinite
-where a query sees nothing, so that its weights are 0; and delta, ``sum(out * d_out) - d_lse``, so that the
-log-sum-exp has a gradient too.
+The dq kernel writes two numbers per query for the other kernels, float32 ``[B, H, L]``: the base-2 log-sum-exp,
+infinite where a query sees nothing, so that its weights are 0; and delta, ``sum(out * d_out) - d_lse``, through which
+the log-sum-exp has a gradient too.
 """
 
 from collections import namedtuple
@@ -23,7 +24,7 @@ from condense.ops.triton.device.softmax import soft_cap
 class BackwardQueries(namedtuple("BackwardQueries", "q d_out lse delta")):
     """Queries of the backward pass: tiles and vectors for dq, descriptors and pointers for dk and dv.
 
-    q: queries, d_out: gradients of their outputs, both in parts. lse, delta: two numbers per row, see above.
+    q: queries, d_out: gradients of their outputs, both in parts. lse, delta: two numbers per row, see the module.
     """
 
 
@@ -40,13 +41,13 @@ class Block(namedtuple("Block", "k v dk dv k_at v_at at inside bias first last")
 
 
 class Keys(namedtuple("Keys", "k v bias first last")):
-    """Loaded keys and values of a `Block`, in parts; bias, first, last: as there."""
+    """Loaded keys and values of a `Block`, in parts. bias, first, last: as in `Block`."""
 
 
 @triton.jit
 def _dq_add(dq, queries, k, v, seen, level, bias, scale, CAP: tl.constexpr, PRECISION: tl.constexpr):
-    """dq ``[BM, D]`` with keys and values, up to the softmax scale; seen, level, bias: as of
-    `condense.ops.triton.attend_forward.add_keys`.
+    """Add the gradients through a block of keys and values to dq ``[BM, D]``, without the factor of the softmax scale.
+    seen, level, bias: as in `condense.ops.triton.attend_forward.add_keys`.
     """
     s = products(queries.q, k, PRECISION)  # [BM, BN]
     dp = products(queries.d_out, v, PRECISION)
@@ -54,7 +55,7 @@ def _dq_add(dq, queries, k, v, seen, level, bias, scale, CAP: tl.constexpr, PREC
     if len(bias) > 0:
         shift = shift - forward.load_biases(bias)
     s, slope = soft_cap(s * scale, CAP)
-    # numbers of a query that sees nothing may be no numbers
+    # masked last, because the numbers of a query that sees nothing may be NaN
     ds = forward.where_seen(tl.exp2(s - shift) * (dp - queries.delta[:, None]) * slope, seen, 0.0)
     return add_weighted(dq, ds, k, PRECISION)
 
@@ -64,7 +65,7 @@ def dq_keys(
     dq, queries, source, biases, lo, hi, first, last, scale,
     MASKED: tl.constexpr, CAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds keys ``[lo, hi)`` of one source to dq, up to the softmax scale; a query sees ``[first, last)``."""
+    """Add keys ``[lo, hi)`` of one source to dq, as `_dq_add` does; each row sees ``[first, last)``."""
     BN: tl.constexpr = source.k[0].block_shape[2]
     for start in range(lo, hi, BN):
         n = start + tl.arange(0, BN)
@@ -86,9 +87,9 @@ def attend_dq_kernel(
     KIND: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr, OPEN: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr,
 ):  # fmt: skip
-    """Writes dq ``[B, H, L, D]`` and, for the kernels of dk and dv, both numbers per query.
+    """Write dq ``[B, H, L, D]`` and, for the kernels of dk and dv, row_lse and delta (see the module).
 
-    out ``[B, H, L, Dv]``, lse and d_lse ``[B, H, L]`` contiguous; d_out with strides s_out. The rest as of
+    out ``[B, H, L, Dv]``, lse and d_lse ``[B, H, L]`` contiguous; d_out with strides s_out. All other arguments as in
     `condense.ops.triton.attend_forward.attend_fwd_kernel`.
     """
     k, k_rest = (k0, k1, k2, k3), (k0_rest, k1_rest, k2_rest, k3_rest)
@@ -130,10 +131,10 @@ def attend_dq_kernel(
 
 @triton.jit
 def _add_queries(grads, k, v, rows, seen, bias, scale, CAP: tl.constexpr, PRECISION: tl.constexpr):
-    """Gradients dk ``[BN, D]`` (up to the softmax scale), dv ``[BN, Dv]`` and, if there are three, d_bias ``[BN]``, and
-    in them a tile of rows.
+    """Add a tile of rows to the gradients ``grads``: dk ``[BN, D]`` (without the factor of the softmax scale), dv
+    ``[BN, Dv]`` and, if there are three, d_bias ``[BN]``.
 
-    seen ``[BN, BM]``: as of `where_seen`, for keys in place of rows. bias ``[BN]``: each key's own, None for none.
+    seen: as in `where_seen`, with keys as rows: ``[BN, BM]``. bias: ``[BN]``, base 2, None for none.
     """
     s = products(k, rows.q, PRECISION)  # [BN, BM]
     dp = products(v, rows.d_out, PRECISION)
@@ -157,9 +158,9 @@ def _dkv_queries(
     grads, keys, queries, row, lo, hi, L, R, scale,
     MASKED: tl.constexpr, CAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`_add_queries` for queries ``[lo, hi)`` of R heads.
+    """Add queries ``[lo, hi)`` of R heads to ``grads`` by `_add_queries`.
 
-    queries: descriptors and pointers; a tile of them holds QUERIES queries of HEADS heads.
+    queries: descriptors and pointers. A tile holds QUERIES queries of HEADS heads.
     """
     HEADS: tl.constexpr = queries.q[0].block_shape[2]
     QUERIES: tl.constexpr = queries.q[0].block_shape[3]
@@ -212,11 +213,11 @@ def attend_dkv_kernel(
     KIND: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr, HEADS: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr,
 ):  # fmt: skip
-    """Writes dk ``[B, K, N, D]`` and dv ``[B, K, N, Dv]`` of all sources, contiguous; if any has a bias, also d_biases
+    """Write dk ``[B, K, N, D]`` and dv ``[B, K, N, Dv]`` of all sources, contiguous; if any has a bias, also d_biases
     float32 ``[B, K, N]``, else None.
 
     q and d_out: descriptors ``[B, H / HEADS, HEADS, L, D]``. k, v, dk, dv, seen (for arrays): a pointer per source.
-    size0 to size3: entries of the sources; the sizes of sources that are not there are not read.
+    size0 to size3: entries of the sources; sizes past the N sources are not read.
 
     One launch for all sources. The blocks of the first one start first: in a condensed prompt nearly all queries see
     its entries, so they take longest, and the window's many short programs fill the rest of the device.
@@ -265,7 +266,7 @@ def store_dkv_kernel(
     R: tl.constexpr, g: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     PRECISION: tl.constexpr, CAP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """dk ``[B, K, G * g, D]`` and dv ``[B, K, G * g, Dv]``, contiguous; grid (B * K, G, tiles of a group's tokens).
+    """Write dk ``[B, K, G * g, D]``, dv ``[B, K, G * g, Dv]``, contiguous; grid (B * K, G, tiles of a group's tokens).
 
     order int64 ``[B * choosers, L * r]``: indices of the pairs (query, opened group), sorted by group, then by query.
     first ``[B * choosers, G + 1]``: offset of each group's first pair in ``order``.
@@ -293,7 +294,7 @@ def store_dkv_kernel(
         rows = BackwardQueries(
             load_rows(q_ptr, at_q, there, D0, D1),
             load_rows(d_out_ptr, at_out, there, V0, V1),
-            tl.load(lse_ptr + at, mask=there, other=float("inf")),  # whose weights are 0
+            tl.load(lse_ptr + at, mask=there, other=float("inf")),  # makes weights 0
             tl.load(delta_ptr + at, mask=there, other=0.0),
         )
         grads = _add_queries(grads, k, v, rows, (there[None, :],), None, scale, CAP, PRECISION)

@@ -1,4 +1,4 @@
-"""The arguments of the attention operations, and the part of them that their kernels share.
+"""The arguments of the attention operations, in the forms that torch operations and kernels take.
 
 Shapes: B rows of the batch, H query heads, K KV heads, R = H / K, L queries, N entries of a source, D and Dv widths.
 """
@@ -16,7 +16,7 @@ from condense.ops.triton.host import LOG2E, check_programs, dense_rows, whole_ro
 from condense.ops.triton.recall_choice import OpenedGroups, opened
 from condense.ops.types import AttendOptions
 
-# largest size in bytes of the words of a block of queries
+# most bytes of words (a bit per query and group) for a block of queries
 _WORDS = 2**29
 # stands for "no limit" in kernels: more tokens than any row has, and a sum of three such numbers still fits in 32 bits
 _UNLIMITED = 1 << 29
@@ -28,17 +28,17 @@ _TYPES = {
 
 
 class AttendCall(NamedTuple):
-    """The arguments of the operations: the fields of all sources as lists, and spans as `describe` makes them.
+    """The arguments of the attention operations: fields of all sources as lists, and spans as `describe` returns them.
 
     biases: a tensor float ``[B|1, K|1, N]`` for each source whose entries have biases of their own.
     bias_of: for each source the index of its tensor in ``biases``, -1 for none.
     levels: for each source the one bias that all of its entries share, 0.0 for none.
 
     groups: int32 ``[B, K|1, L, r]``, the groups that each query opens, from `condense.ops.triton.recall_choice.choose`;
-    None if the spans say all that queries see. With groups, the sources are store, of whose closed groups queries see
-    those that they open, and window; closed is the most closed groups that a query sees. asked: as of
-    `condense.ops.triton.recall_choice.marked`; then groups are of those that choose, and there are no gradients. lead:
-    queries that come before the first tile, so that few tiles hold queries of three that choose.
+    None if queries see all that their spans hold. With groups, the sources are store and window, and queries see those
+    closed groups of the store that they open; closed is the most closed groups of any query. asked: as in
+    `condense.ops.triton.recall_choice.marked`; groups then has a list per query that chooses, and there are no
+    gradients. lead: queries of a first block, behind which tiles begin, so that few tiles hold queries of three lists.
     """
 
     q: Tensor
@@ -72,9 +72,9 @@ class AttendCall(NamedTuple):
         return "row" if self.spans is None else "rows" if self.spans.ndim == 2 else "arrays"
 
     def blocks(self, tile: int) -> Iterator[tuple[int, int, OpenedGroups | None]]:
-        """Blocks ``[first, stop)`` of queries, whole tiles of ``tile`` queries, and the groups that these open.
+        """Blocks ``[first, stop)`` of queries, in whole tiles of ``tile`` queries, and the groups that each one opens.
 
-        With groups, their words take at most `_WORDS` bytes; without, there is one block.
+        With groups, the words of a block take at most `_WORDS` bytes; without groups, there is one block.
         """
         L = self.q.shape[2]
         if self.groups is None:
@@ -95,8 +95,8 @@ _SCHEMA = ", ".join(f"{_TYPES[kind]} {name}" for name, kind in get_type_hints(At
 class AttendShared:
     """Numbers and tensors that every kernel of a call takes. Strides are 0 in dimensions of size 1.
 
-    q, k, v: whole rows, but for the store, whose rows are dense. biases, s_bias: one per source, float32 times log2(e),
-    None for a source without. levels: base 2. spans, s_spans: see `describe`.
+    q, k, v: rows aligned to 16 bytes (`whole_rows`), those of the store contiguous. biases, s_bias: per source, float32
+    times log2(e), and strides; None for a source without. levels: base 2. spans, s_spans: see `describe`.
     """
 
     def __init__(self, call: AttendCall) -> None:
@@ -122,7 +122,7 @@ def strides_of(x: Tensor) -> tuple[int, int]:
 
 
 def not_empty(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Keys or values of the sources in rows as kernels read them; an empty source gets one row that no query sees."""
+    """Keys or values of the sources in rows aligned to 16 bytes; an empty source gets one row that no query sees."""
     other = next((x for x in tensors if x.shape[2] > 0), None)
     if other is None:
         return [x.new_zeros(*x.shape[:2], 1, x.shape[3]) for x in tensors]
@@ -135,11 +135,11 @@ def results(q: Tensor, v: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def describe(spans: Spans, num_sources: int, L: int, device: torch.device) -> tuple[Tensor | None, list[int]]:
-    """Spans as kernels take them: a tensor on the device or None, and eight numbers: those of a `UniformRule`, then
+    """Spans as kernels take them: a tensor on the device or None, and eight numbers, the fields of a `UniformRule` and
     those of a `condense.ops.spans.RowStart`.
 
-    None: the rule, with the same start in all rows. int32 ``[B, 4]``: the rule, and the start of each row. int32
-    ``[sources, 2, B|1, K|1, L]``: lo and hi of each source; the numbers are not used.
+    The tensor is None if all rows have the same start; int32 ``[B, 4]``, the start of each row; or, for spans without
+    a uniform rule, int32 ``[sources, 2, B|1, K|1, L]``, lo and hi of each source, and the numbers are not used.
     """
     if not isinstance(spans, RuleSpans) or not isinstance(spans.rule, UniformRule):
         ends = torch.broadcast_tensors(*(x for span in spans.at(0, L, device) for x in span))
@@ -155,7 +155,7 @@ def describe(spans: Spans, num_sources: int, L: int, device: torch.device) -> tu
 
 
 def call_of(q: Tensor, sources: Sequence[Source], spans: Spans, scale: float, softcap: float = 0.0) -> AttendCall:
-    """Return the arguments of the operations."""
+    """Return the `AttendCall` of these arguments. A scale that is not above 0 is moved to q."""
     described = describe(spans, len(sources), q.shape[2], q.device)
     k, v = [source.k for source in sources], [source.v for source in sources]
     biases, numbers = [source.bias for source in sources if isinstance(source.bias, Tensor)], itertools.count()
@@ -177,9 +177,10 @@ def needs_operation(q: Tensor, *others: Tensor) -> bool:
 
 
 class Attention:
-    """A backend's attention: ``forward`` of an `AttendCall`, and the same as a torch operation of its fields.
+    """A backend's attention: ``forward`` of an `AttendCall`, and the same as a torch operation of the call's fields.
 
-    torch.compile keeps the operation whole. The first four fields have gradients, by what `backward_operation` returns.
+    torch.compile does not trace into the operation. ``backward``, from `backward_operation`, computes gradients of the
+    first four fields.
     """
 
     def __init__(
@@ -203,7 +204,7 @@ class Attention:
         self.operation.register_autograd(differentiate, setup_context=_keep)
 
     def run(self, call: AttendCall) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp, by the operation where it is needed."""
+        """Return output and log-sum-exp, by the torch operation if `needs_operation`, else by the kernel directly."""
         if not needs_operation(call.q, *call.k, *call.v, *call.biases):
             return self.forward(call)
         return self.operation(*call)
@@ -211,15 +212,15 @@ class Attention:
     def attend(
         self, q: Tensor, sources: Sequence[Source], spans: Spans, options: AttendOptions
     ) -> tuple[Tensor, Tensor]:
-        """See `condense.ops.attend`."""
+        """Output and log-sum-exp, see `condense.ops.attend`."""
         assert options.dropout_p == 0, "the backend's limits"
         return self.run(call_of(q, sources, spans, options.scale, options.softcap))
 
 
 def backward_operation(name: str, backward: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
-    """``backward`` of d_out, d_lse, out, lse and an `AttendCall`, as a torch operation of these and of its fields.
+    """Register ``backward(d_out, d_lse, out, lse, call)`` as a torch operation that takes the call's fields.
 
-    It returns gradients of all tensors in the first four fields, contiguous.
+    It returns contiguous gradients of all tensors in the first four fields of the `AttendCall`.
     """
     op = torch.library.custom_op(
         f"condense::{name}", lambda *x: backward(*x[:4], AttendCall(*x[4:])), mutates_args=(),

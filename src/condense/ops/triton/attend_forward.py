@@ -1,14 +1,15 @@
 """Forward kernel of attention over a list of sources: one online softmax, one source after the other.
 
 A program owns a tile of rows, see `condense.ops.triton.device.rule`. Blocks of keys that all its rows see whole are
-not masked. Keys and values are read through tensor descriptors ``[B, K, N, D]``, which give zeros past the end.
+not masked. Keys and values are read through tensor descriptors ``[B, K, N, D]``, which return zeros past the end.
 
-Where queries open groups, the sources are store and window, and the tokens of open groups are read from the store. A
-word per group, with a bit per query of a tile, says which queries open it: `condense.ops.triton.recall_choice_kernels`.
+Where queries open groups (`Recall`), the sources are store and window, and the tokens of open groups are read from the
+store. A word per group, with a bit per query of a tile, says which queries open it
+(`condense.ops.triton.recall_choice_kernels`).
 
 Shapes: B rows of the batch, K KV heads, R query heads per KV head, L queries, N entries of a source, G groups of g
 tokens, D0 + D1 width of queries and keys, V0 + V1 of values: parts, see `condense.ops.triton.device.parts`. Descriptors
-k0 to k3 and v0 to v3 read the first parts of up to four sources, k0_rest and so on the second parts; None if not there.
+k0 to k3 and v0 to v3 read the first parts of up to four sources, k0_rest and so on the second parts; else None.
 BM rows and BN keys per tile.
 """
 
@@ -39,9 +40,9 @@ class OpenForm(NamedTuple):
 class TileGroups(namedtuple("TileGroups", "group word count bit store s_store row")):
     """The groups that the queries of a tile open.
 
-    group: pointer to the groups that any query opens. word: pointer to the words of these. count: how many these are.
-    bit: the row's bit mask within a word. store: pointers to exact keys and values; s_store: three strides of each;
-    row: whose they are.
+    group: pointer to the groups that any query opens. word: pointer to a word per group, with a bit per query that
+    opens it. count: number of groups. bit: bit mask of each row's query in a word. store: pointers to exact keys and
+    values. s_store: three strides of each. row: the `Row` to read there.
     """
 
 
@@ -57,8 +58,8 @@ class RowSource(namedtuple("RowSource", "k v b head level bias_at")):
 def where_seen(x, seen, other):
     """x ``[n, m]`` where it is seen, else ``other``.
 
-    seen: a tuple, empty if all is; of a mask ``[n, m]``; or of numbers ``[m]`` and the ends of spans ``[first, last)``
-    of them, both ``[n]``, that are seen.
+    seen: an empty tuple if all is seen; ``(mask [n, m],)``; or ``(numbers [m], first [n], last [n])``, where row i sees
+    numbers ``[first[i], last[i])``.
     """
     if len(seen) == 0:
         return x
@@ -70,8 +71,8 @@ def where_seen(x, seen, other):
 
 @triton.jit
 def load_biases(bias):
-    """Biases ``[1, BN]`` of a block of entries. bias: a pointer to those of all rows, base 2, the `RowSource`, and the
-    block's first entry.
+    """Biases ``[1, BN]`` of a block of entries, base 2. bias: pointer to the biases of all rows, the `RowSource`, and
+    the block's first entry.
     """
     biases, source, start = bias
     n = start + tl.arange(0, source.k[0].block_shape[2])
@@ -80,10 +81,10 @@ def load_biases(bias):
 
 @triton.jit
 def _weigh(softmax, s, seen, level, bias, scale, CAP: tl.constexpr):
-    """Weights ``[BM, BN]`` of keys with scores s in an online softmax, factor for earlier ones, and the new maximum.
+    """Weights ``[BM, BN]`` of keys with scores s in an online softmax, factor for earlier sums, and the new maximum.
 
-    seen: as of `where_seen`. level: base-2 number added to all scores. bias: as of `load_biases` for sources without a
-    level, else empty. CAP: soft cap, base 2, 0.0 for none.
+    seen: as in `where_seen`. level: base-2 number added to all scores. bias: as in `load_biases`, or empty; level is 0
+    with biases. CAP: soft cap, base 2, 0.0 for none.
     """
     SCALED: tl.constexpr = len(bias) > 0 or CAP > 0
     if CAP > 0:
@@ -102,7 +103,7 @@ def _weigh(softmax, s, seen, level, bias, scale, CAP: tl.constexpr):
 
 @triton.jit
 def add_keys(softmax, q, k, v, seen, level, bias, scale, CAP: tl.constexpr, PRECISION: tl.constexpr):
-    """The online softmax with keys and values; the rest as in `_weigh`."""
+    """Add a block of keys k and values v to an online softmax. seen, level, bias, scale, CAP: as in `_weigh`."""
     p, alpha, m = _weigh(softmax, products(q, k, PRECISION), seen, level, bias, scale, CAP)
     acc = add_weighted([x * alpha[:, None] for x in softmax.acc], p, v, PRECISION)
     return Softmax(acc, m, softmax.total * alpha + tl.sum(p, 1))
@@ -113,10 +114,10 @@ def forward_keys(
     softmax, q, source, biases, lo, hi, first, last, scale,
     MASKED: tl.constexpr, CAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over keys ``[lo, hi)`` of one source; each row sees ``[first, last)``.
+    """Add keys ``[lo, hi)`` of one source to an online softmax; each row sees ``[first, last)``.
 
-    biases: pointer to the biases of all rows, None for none. Values are loaded behind the scores, which leaves more
-    time for the keys.
+    biases: pointer to the biases of all rows, None for none. Values are loaded after the scores are computed, so that
+    keys arrive earlier.
     """
     BN: tl.constexpr = source.k[0].block_shape[2]
     for start in range(lo, hi, BN):
@@ -133,7 +134,7 @@ def forward_keys(
 
 @triton.jit
 def source_of(k, k_rest, v, v_rest, level, s_bias, row):
-    """The `RowSource` of a program. k_rest, v_rest: None without second parts."""
+    """The `RowSource` for a program's row. k_rest, v_rest: None without second parts."""
     bias_at = row.b.to(tl.int64) * s_bias[0] + row.head.to(tl.int64) * s_bias[1]
     return RowSource(parts(k, k_rest), parts(v, v_rest), row.b, row.head, level, bias_at)
 
@@ -143,8 +144,10 @@ def over_source(
     KEYS: tl.constexpr, state, queries, source, bias, seen, scale,
     FROM_0: tl.constexpr, CAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The state with all keys of a source that queries see. KEYS: adds a stretch of keys to it, `forward_keys` or
-    `condense.ops.triton.attend_backward.dq_keys`. seen: the span ``[first, last)`` of each row. FROM_0: as of `cut`.
+    """Add all keys of a source that queries see to ``state``, masked at both ends of the spans alone.
+
+    KEYS: function that adds a range of keys, `forward_keys` or `condense.ops.triton.attend_backward.dq_keys`. seen: the
+    span ``[first, last)`` of each row. FROM_0: as in `cut`.
     """
     first, last = seen
     lo, left, right, hi = cut(first, last, FROM_0, source.k[0].block_shape[2])
@@ -156,17 +159,14 @@ def over_source(
 
 @triton.jit
 def chooser(row, choosers):
-    """Index of the list of open groups for a KV head; heads share one list per batch row if ``choosers`` is 1.
-
-    choosers: lists per batch row, 1 or one per KV head.
-    """
+    """Index of the list of open groups for a KV head. choosers: lists per batch row, one for all KV heads or K."""
     return row.b.to(tl.int64) * choosers + tl.minimum(row.head, choosers - 1)
 
 
 @triton.jit
 def groups_of(lists, room, store, s_store, row, choosers, i, Q: tl.constexpr):
-    """The `TileGroups` of a program. lists: pointers to the `condense.ops.triton.recall_choice.OpenedGroups`, i: number
-    of each row's query among those that these are of.
+    """The `TileGroups` of a program. lists: pointers to `condense.ops.triton.recall_choice.OpenedGroups`. i: each row's
+    query, counted from the first one that the lists are for. Q: queries per tile.
     """
     group_ptr, word_ptr, count_ptr = lists
     tile = chooser(row, choosers) * tl.num_programs(0) + tl.num_programs(0) - 1 - tl.program_id(0)
@@ -181,8 +181,8 @@ def over_opened(
     ADD: tl.constexpr, state, queries, groups, scale, g: tl.constexpr, WIDTHS: tl.constexpr, BN: tl.constexpr,
     CAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The state with the tokens of all groups that a query of the tile opens, counted through; a row sees those of its
-    query. ADD: adds keys to a state, `add_keys` or the like.
+    """Add the tokens of all groups that any query of the tile opens to ``state``; each row sees the tokens of groups
+    that its query opens. ADD: function that adds a block of keys, such as `add_keys`.
     """
     store, strides, b, kvh = groups.store, groups.s_store, groups.row.b.to(tl.int64), groups.row.head.to(tl.int64)
     k_ptr, v_ptr = store[0] + b * strides[0] + kvh * strides[1], store[1] + b * strides[3] + kvh * strides[4]
@@ -210,11 +210,11 @@ def attend_fwd_kernel(
     KIND: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr, OPEN: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr,
 ):  # fmt: skip
-    """out ``[B, H, L, Dv]`` and natural log-sum-exp ``[B, H, L]``, both contiguous. scale > 0, base 2.
+    """Write out ``[B, H, L, Dv]`` and natural log-sum-exp ``[B, H, L]``, both contiguous. scale > 0, base 2.
 
-    OPEN: the `OpenForm` of a call in which queries open groups, else None, and so are store (pointers to its keys and
-    values, for which there are no descriptors), lists (see `groups_of`), and the numbers of these. first, stop: the
-    queries that are read, None for all.
+    OPEN: the `OpenForm` if queries open groups, else None. Without it store (pointers to its keys and values, which are
+    read without descriptors), s_store, lists (see `groups_of`), choosers and room (length of a list) are None too.
+    first, stop: the queries that are read, None for all.
     """
     k, k_rest = (k0, k1, k2, k3), (k0_rest, k1_rest, k2_rest, k3_rest)
     v, v_rest = (v0, v1, v2, v3), (v0_rest, v1_rest, v2_rest, v3_rest)

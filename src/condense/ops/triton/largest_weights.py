@@ -1,4 +1,4 @@
-"""The `triton` backend of the largest weight that a token gets."""
+"""The `triton` backend of `condense.ops.largest_weights`: the largest attention weight that any query gives a token."""
 
 import torch
 from torch import Tensor
@@ -12,16 +12,16 @@ _LARGEST = Launcher(largest_weights_kernel)
 
 
 def _tile(q: Tensor) -> tuple[int, int, dict[str, int]]:
-    """Rows, keys and Triton's options of a tile."""
+    """Rows and keys of a tile, and Triton's launch options."""
     if not q.is_cuda:  # the interpreter
         return 16, 16, {}
-    if q.shape[3] > 128:  # as fast as larger ones but for a fifth, and GPUs with 99 KiB of shared memory take it
+    if q.shape[3] > 128:  # within a fifth of larger tiles; fits GPUs with 99 KiB of shared memory
         return 64, 64, {"num_warps": 4, "num_stages": 2}
     return 128, 128, {"num_warps": 4, "num_stages": 2}  # on an H200 the fastest of ten
 
 
 def largest_weights(q: Tensor, k: Tensor, lse: Tensor, *, scale: float, softcap: float) -> Tensor:
-    """See `condense.ops.largest_weights`."""
+    """Largest weights, float32 ``[B, K, N]``, see `condense.ops.largest_weights`."""
     q, k, lse = dense_rows(q), dense_rows(k), lse.float().contiguous()
     (B, H, L, D), (_, K, N, _) = q.shape, k.shape
     check_programs(B * K)
@@ -35,5 +35,5 @@ def largest_weights(q: Tensor, k: Tensor, lse: Tensor, *, scale: float, softcap:
             (*split_width(D), softcap, BM, BN),
             options,
         )
-    # the exponential function of kernels is an approximation
+    # here and not in the kernel, whose exponential function is an approximation
     return out.exp_()

@@ -1,4 +1,4 @@
-"""The kernel of the largest weight that a token gets: a maximum over all queries, none of whose weights is stored.
+"""Kernel for the largest attention weight that a token gets: a maximum over all queries, whose weights are not stored.
 
 Shapes: B rows of the batch, K KV heads, R query heads per KV head, L queries, N keys, D0 + D1 width: parts, see
 `condense.ops.triton.device.parts`. BM rows of queries and BN keys per tile.
@@ -16,7 +16,7 @@ def largest_weights_kernel(
     q_ptr, k_ptr, lse_ptr, out_ptr, s_qb, s_qh, s_ql, s_kb, s_kh, s_kn, K, R, L, N, scale,
     D0: tl.constexpr, D1: tl.constexpr, CAP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """out float32 ``[B, K, N]``: the logarithm of the weights; lse float32 ``[B, K * R, L]``; both contiguous."""
+    """Write the logarithm of each key's largest weight: out float32 ``[B, K, N]``. lse float32 ``[B, K * R, L]``."""
     b, kvh = (tl.program_id(1) // K).to(tl.int64), (tl.program_id(1) % K).to(tl.int64)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     k = load_rows(k_ptr, b * s_kb + kvh * s_kh + n.to(tl.int64) * s_kn, n < N, D0, D1)  # [BN, D]

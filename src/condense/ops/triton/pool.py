@@ -1,7 +1,7 @@
 """The `triton` backend of summaries and pooling, forward and backward, deterministic.
 
-Shapes: B rows of the batch, H query heads, K KV heads, R = H / K, L new queries, Q mean queries kept, N tokens of the
-window, D and Dv widths, G spans of S queries or groups of c tokens.
+Shapes: B rows of the batch, H query heads, K KV heads, R = H / K, L new queries, Q mean queries of earlier tokens
+(``tail``), N tokens of the window, D and Dv widths, G spans of S queries or groups of c tokens.
 """
 
 import functools
@@ -18,12 +18,12 @@ from condense.ops.types import Chunks, SummaryColumns, SummarySpans
 
 _SUMMARIZE, _SUMMARIZE_BACKWARD = Launcher(kernels.summarize_fwd_kernel), Launcher(kernels.summarize_bwd_kernel)
 _POOL, _POOL_BACKWARD = Launcher(kernels.pool_fwd_kernel), Launcher(kernels.pool_bwd_kernel)
-# on an H200 two or four warps per program took 3 to 15 times as long, as they exchange data in shared memory
+# one warp: on an H200 two or four took 3 to 15 times as long, because they exchange data through shared memory
 _OPTIONS = {"num_warps": 1}
 
 
 class _Tile(NamedTuple):
-    """groups: per program. width: of its vectors. vectors: loads in flight per thread."""
+    """Groups per program, width of its tile of vectors, and vectors: loads in flight per thread."""
 
     groups: int
     width: int
@@ -32,7 +32,7 @@ class _Tile(NamedTuple):
 
 @functools.cache
 def _tile(dtype: torch.dtype, *widths: int) -> _Tile:
-    """A thread reads 16 bytes at a time, a warp holds whole vectors, and eight loads are in flight."""
+    """A tile for which threads read 16 bytes at a time, a warp holds whole vectors, and eight loads are in flight."""
     width = power_of_2(max(16, *widths))
     threads = max(1, width * dtype.itemsize // 16)
     reads = max(1, threads // 32) * sum(width > 0 for width in widths)
@@ -61,7 +61,7 @@ def _place(spans: SummarySpans | SummaryColumns, q: Tensor) -> _Place:
 
 
 def _summarize(q: Tensor, tail: Tensor, G: int, place: _Place) -> Tensor:
-    """G summaries, see `summarize`."""
+    """G summaries, float32 ``[B, K, G, D]``, see `condense.ops.summarize`."""
     q, tail = dense_rows(q), dense_rows(tail)
     B, H, L, D = q.shape
     K, Q, R = tail.shape[1], tail.shape[2], H // tail.shape[1]
@@ -82,7 +82,7 @@ def _summarize(q: Tensor, tail: Tensor, G: int, place: _Place) -> Tensor:
 
 
 class _Summarize(torch.autograd.Function):
-    """`_summarize` with a gradient."""
+    """Autograd function of `_summarize`, with a gradient for q."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, tail: Tensor, G: int, place: _Place) -> Tensor:
@@ -110,7 +110,7 @@ class _Summarize(torch.autograd.Function):
 
 
 class _Groups(NamedTuple):
-    """Settings of pooling ``num`` groups of ``size`` tokens. start: column of the first, if they follow each other."""
+    """Settings of pooling ``num`` groups of ``size`` tokens. start: first column of group 0, if groups are adjacent."""
 
     start: int
     num: int
@@ -126,7 +126,7 @@ class _Groups(NamedTuple):
 
 
 def _pool(k: Tensor, v: Tensor, summary: Tensor | None, columns: Tensor | None, groups: _Groups) -> tuple[Tensor, ...]:
-    """See `pool_groups`. Rows are dense. columns: int32 ``[B|1, G]``, first columns of groups, None if they follow."""
+    """Run `pool_groups` on contiguous rows. columns: first of each group, int32 ``[B|1, G]``; None if adjacent."""
     (B, K, N, D), Dv, G = k.shape, v.shape[3], groups.num
     check_programs(B * K)
     key, value = k.new_empty(B, K, G, D), v.new_empty(B, K, G, Dv)
@@ -144,7 +144,7 @@ def _pool(k: Tensor, v: Tensor, summary: Tensor | None, columns: Tensor | None, 
 
 
 class _Pool(torch.autograd.Function):
-    """`_pool` with a gradient."""
+    """Autograd function of `_pool`, with gradients for k, v and summary."""
 
     @staticmethod
     def forward(
@@ -165,8 +165,8 @@ class _Pool(torch.autograd.Function):
         d_summary = None if summary is None else summary.new_empty(B, K, G, D)
         tile = _tile(k.dtype, D, Dv)
         with on_device_of(k):
-            # None where there is no summary, not dk in its place: torch.compile loses what is written to a tensor that
-            # stands in two places of the arguments
+            # d_summary may be None, but no other tensor may take its place: torch.compile loses what is written to a
+            # tensor that is passed twice
             _POOL_BACKWARD(
                 (cdiv(G, tile.groups), B * K, 1),
                 (
@@ -192,7 +192,7 @@ def _wants_gradient(*tensors: Tensor | None) -> bool:
 
 
 def summarize(q: Tensor, tail: Tensor, spans: SummarySpans | SummaryColumns) -> Tensor:
-    """See `condense.ops.summarize`."""
+    """Summary queries, see `condense.ops.summarize`."""
     run = _Summarize.apply if _wants_gradient(q) else _summarize
     out: Tensor = run(q, tail, spans.num, _place(spans, q))
     return out
@@ -201,7 +201,7 @@ def summarize(q: Tensor, tail: Tensor, spans: SummarySpans | SummaryColumns) -> 
 def pool_groups(
     groups: Chunks, summary: Tensor | None, *, scale: float, key_pooling: str, value_pooling: str, return_lse: bool
 ) -> tuple[Tensor, ...]:
-    """See `condense.ops.pool_groups`."""
+    """Pooled keys and values of groups, see `condense.ops.pool_groups`."""
     at = groups.columns
     start, columns = (0, at.to(torch.int32).contiguous()) if isinstance(at, Tensor) else (at, None)
     settings = _Groups(start, groups.num, groups.size, scale, key_pooling, value_pooling, return_lse)

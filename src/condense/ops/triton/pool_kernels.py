@@ -10,8 +10,8 @@ window, G spans of queries or groups, D and DV widths. BG spans, groups or colum
 at once, BD the larger width rounded up to a power of two, so that keys and values have one layout. Strides are in
 elements, those of the width are 1.
 
-Spans of queries are given by KIND: "row", by arithmetic, the same in all rows; "rows", by arithmetic, with numbers of
-each row; "columns", each span by itself.
+KIND says how spans of queries are given: "row", computed from numbers that are the same in all rows; "rows", computed
+from numbers of each row; "columns", loaded span by span.
 """
 
 import triton
@@ -38,8 +38,10 @@ def summarize_fwd_kernel(
     R: tl.constexpr, D: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, BG: tl.constexpr, BD: tl.constexpr,
     TAIL: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """out float32 ``[B, K, G, D]``, contiguous. rows: int32, ``[3, B]`` start, before and after of each row, or
-    ``[2, G]`` first column of each span and the one after its last.
+    """Write mean queries of spans to out, float32 ``[B, K, G, D]``, contiguous.
+
+    rows: int32, with "rows" ``[3, B]``: start, before and after of each row; with "columns" ``[2, G]``: first column of
+    each span and the column after its last. tail: mean queries of the Q tokens before the new ones.
     """
     b, kvh = (tl.program_id(1) // K).to(tl.int64), (tl.program_id(1) % K).to(tl.int64)
     start, before, after = _row(rows_ptr, b, num_rows, start, before, after, KIND)
@@ -64,7 +66,7 @@ def summarize_fwd_kernel(
         for r0 in range(0, R, BR):
             r = r0 + tl.arange(0, BR)[None, :, None, None]  # [1, BR, 1, 1]
             mean += tl.sum(tl.load(at + r * s_qh, mask=new & (r < R), other=0.0).to(tl.float32), 1)
-        # rounded to the dtype of q, as the mean queries in a cache are, so that summaries are equal with and without it
+        # rounded to the dtype of q, as mean queries in a cache are: so summaries are the same with and without a cache
         mean = (mean * (1.0 / R)).to(q_ptr.dtype.element_ty).to(tl.float32)
         if TAIL:
             old = (wanted & (p < before) & (p >= 0) & (p >= before - Q))[:, :, None] & width[None, None, :]
@@ -81,7 +83,7 @@ def summarize_bwd_kernel(
     d_out_ptr, rows_ptr, holders_ptr, dq_ptr, s_db, s_dk, s_dg, start, before, after, num_rows, K, L, G, S, stride,
     R: tl.constexpr, D: tl.constexpr, BG: tl.constexpr, BD: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """dq ``[B, H, L, D]``, contiguous: for every query the sum over the spans that hold it.
+    """Write dq ``[B, H, L, D]``, contiguous: for every query the sum of gradients over the spans that hold it.
 
     rows: as in `summarize_fwd_kernel`; holders, with "columns": int32 ``[2, L]``, query i is in spans
     ``[holders[0, i], holders[1, i])``.
@@ -137,7 +139,7 @@ def _begin(columns_ptr, row, start, j, G, c):
 
 @triton.jit
 def _pool(pooled, x, valid, alpha, p, chosen, better, HOW: tl.constexpr):
-    """Adds BT more tokens x to each group's pooled key or value."""
+    """Add BT more tokens x to each group's pooled key or value."""
     if HOW == "weighted":
         pooled = pooled * alpha[:, None] + tl.sum(x * p[:, :, None], 0)
     elif HOW == "mean":
@@ -151,11 +153,11 @@ def _pool(pooled, x, valid, alpha, p, chosen, better, HOW: tl.constexpr):
 
 @triton.jit
 def _pooled(pooled, total, c, HOW: tl.constexpr):
-    """The pooled key or value once all tokens were added."""
+    """The pooled key or value, after all tokens were added."""
     if HOW == "weighted":
         pooled = pooled / total[:, None]
     elif HOW == "mean":
-        # not c.to(...), with which torch.compile cannot tell which tensors the kernel writes and takes all as written
+        # not c.to(...): with it torch.compile cannot tell which tensors the kernel writes, and assumes all of them
         pooled = pooled / c
     return pooled
 
@@ -167,10 +169,11 @@ def pool_fwd_kernel(
     D: tl.constexpr, DV: tl.constexpr, BT: tl.constexpr, BG: tl.constexpr, BD: tl.constexpr,
     KEYS: tl.constexpr, VALUES: tl.constexpr, SCORED: tl.constexpr,
 ):  # fmt: skip
-    """out_k ``[B, K, G, D]`` and out_v ``[B, K, G, Dv]``, contiguous; unless lse is None, the natural log-sum-exp of a
-    group's scores, float32 ``[B, K, G]``, which need SCORED. ``scale``: times log2(e).
+    """Write pooled keys out_k ``[B, K, G, D]`` and values out_v ``[B, K, G, Dv]``, contiguous; unless lse is None, also
+    the natural log-sum-exp of each group's scores, float32 ``[B, K, G]``. Scores need SCORED.
 
-    columns: where groups begin, int32 ``[B|1, G]``; None: one after another from column ``start`` on.
+    columns: where groups begin, int32 ``[B|1, G]``; None: one after another from column ``start`` on. scale: of scores,
+    times log2(e).
     """
     scale = tl.full([], scale, tl.float32)  # torch.compile hands numbers over in float64
     b, kvh = (tl.program_id(1) // K).to(tl.int64), (tl.program_id(1) % K).to(tl.int64)
@@ -221,7 +224,7 @@ def pool_fwd_kernel(
 
 @triton.jit
 def _add(total, lost, x):
-    """Kahan summation, as groups may be long: total + x, and the rounding error of this and earlier sums."""
+    """Return total + x and its accumulated rounding error: Kahan summation, because groups may be long."""
     x -= lost
     new = total + x
     return new, (new - total) - x
@@ -229,7 +232,7 @@ def _add(total, lost, x):
 
 @triton.jit
 def _largest(largest, ties, x, valid):
-    """Largest number per channel so far, and how many tokens share it."""
+    """Largest number per channel so far, with BT more tokens x, and how many tokens have it."""
     x = tl.where(valid[:, None, None], x, float("-inf"))
     new = tl.maximum(largest, tl.max(x, 0))
     return new, tl.where(new == largest, ties, 0.0) + tl.sum(tl.where(x == new[None, :, :], 1.0, 0.0), 0)
@@ -280,7 +283,7 @@ def pool_bwd_kernel(
         at = summary_ptr + b * s_sb + kvh * s_sh + j[:, None].to(tl.int64) * s_sg + d[None, :]
         summary += tl.load(at, mask=own_k, other=0.0)
 
-    # first pass: softmax and mean gradient of the weights, anchor, largest numbers
+    # first pass: softmax statistics, weighted mean of the weights' gradients, anchor, largest numbers
     best = tl.full([BG], float("-inf"), tl.float32)
     total, total_lost = tl.zeros([BG], tl.float32), tl.zeros([BG], tl.float32)
     slope, slope_lost = tl.zeros([BG], tl.float32), tl.zeros([BG], tl.float32)
@@ -314,7 +317,7 @@ def pool_bwd_kernel(
                 slope, slope_lost = _add(slope * alpha, slope_lost * alpha, tl.sum(p * gain, 0))
                 best = new_best
 
-    # second pass, over tokens that the GPU's cache still holds: their gradients
+    # second pass: gradients of the tokens, which the GPU's cache still holds
     d_summary = tl.zeros([BG, BD], tl.float32)
     inverse = 1.0 / tl.where(total > 0, total, 1.0)
     slope = slope * inverse
