@@ -33,7 +33,7 @@ def dense_rows(x: Tensor) -> Tensor:
 
 
 def whole_rows(x: Tensor) -> Tensor:
-    """x with dense rows that begin at multiples of 16 bytes, as tensor descriptors need; else a copy."""
+    """x with dense rows that begin at multiples of 16 bytes, as tensor descriptors need; a copy if they do not."""
     step = 16 // x.element_size()
     *strides, width = x.stride()
     if width == 1 and x.data_ptr() % 16 == 0 and all(s > 0 and s % step == 0 for s in strides):
@@ -42,10 +42,10 @@ def whole_rows(x: Tensor) -> Tensor:
 
 
 def holders(spans: Tensor, size: int) -> Tensor:
-    """The spans ``[lo, hi)`` that hold each of ``size`` columns, int32 ``[n, 2, ..., size]``; hi < lo for none.
+    """Indices ``[lo, hi)`` of the spans that hold each of ``size`` columns, int32 ``[n, 2, ..., size]``; empty if none.
 
-    spans: int32 ``[n, 2, ..., L]``, n lists of L spans that never decrease: those that hold a column begin behind those
-    that end before it, and end with the last that begins at it or before.
+    spans: int32 ``[n, 2, ..., L]``, n lists of L spans whose begins and ends never decrease. So lo is the number of
+    spans that end at or before a column, hi the number of spans that begin at or before it.
     """
     column = torch.arange(size, device=spans.device, dtype=torch.int32).expand(*spans.shape[:-1], -1)
     return torch.searchsorted(spans.flip(1), column.contiguous(), right=True, out_int32=True)

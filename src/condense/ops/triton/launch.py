@@ -1,8 +1,8 @@
-"""Launching a compiled kernel without Triton's own launcher, and tensor descriptors, made on the host for every call.
+"""Launch of compiled kernels without Triton's own launcher, and tensor descriptors that the host makes for every call.
 
 Triton's launcher inspects every argument in Python to find the compiled kernel, which in a decode step takes longer
-than the rest of the host's work. Here the compiled kernel is remembered: by `Launcher` under one tuple, by `Prepared`
-for one caller, whose arguments are of the same kinds in every call.
+than the rest of the host's work. Here compiled kernels are cached: by `Launcher` under a tuple of the arguments' kinds,
+by `Prepared` for one caller whose arguments have the same kinds in every call.
 """
 
 import functools
@@ -17,7 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from condense.ops.triton.device.parts import split_width
 from condense.ops.triton.host import power_of_2
 
-# compiled kernels remembered per `Launcher`; when full, all are forgotten and looked up by Triton once more
+# compiled kernels cached per `Launcher`; a full cache is cleared, and Triton finds the kernels again
 _MOST_KNOWN = 4096
 
 
@@ -36,13 +36,14 @@ class Launcher:
         constants: tuple[Any, ...],
         options: Mapping[str, Any],
     ) -> Any:
-        """``kernel[grid](*tensors, *numbers, *constants, **options)`` on the current device, which is the tensors'.
+        """Run ``kernel[grid](*tensors, *numbers, *constants, **options)`` on the current device, which is the tensors'.
 
-        Returns the compiled kernel, None if there is none to remember: while torch compiles, and if Triton interprets.
+        Returns the compiled kernel; None while torch.compile traces, and in Triton's interpreter.
 
         tensors: tensors of one device, None, tuples of tensors, or tensor descriptors whose blocks the constants imply;
         the first is a tensor. numbers: numbers or tuples of numbers. constants: numbers, strings or records. Each
-        argument has the same type in every call. options: Triton's, but for ``num_warps`` a function of the others.
+        argument has the same type in every call. options: Triton's; all but ``num_warps`` must follow from the other
+        arguments, as they are no part of the cache's key.
         """
         if torch.compiler.is_compiling():
             # torch.compile traces Triton's own launch and makes the kernel part of its graph
@@ -61,13 +62,13 @@ class Launcher:
         return compiled
 
     def start(self, plan: tuple[Any, ...], tensors: tuple[Any, ...], strides: tuple[int, ...]) -> Any:
-        """Start the kernel with a plan: grid, numbers behind the strides, constants and options."""
+        """Start the kernel. plan: grid, the numbers that follow the strides, constants and options."""
         grid, numbers, constants, options = plan
         return self(grid, tensors, (*strides, *numbers), constants, options)
 
 
 class Prepared:
-    """A kernel with its plan and strides, as in `Launcher.start`, started on other tensors in every call.
+    """A kernel with a fixed plan and strides, as in `Launcher.start`, that is called with other tensors each time.
 
     The tensors have the same dtypes, alignment to 16 bytes, and device in every call; none are descriptors or tuples.
     """
@@ -85,8 +86,8 @@ class Prepared:
             launcher, plan, strides = self._first
             self._compiled = launcher.start(plan, tensors, strides)
             return
-        # as Triton's `compiled[grid](...)`, but faster: that asks the driver about every tensor's address and calls
-        # hooks of Triton's profiler; here addresses are passed as integers, which it takes as they are
+        # faster than Triton's `compiled[grid](...)`, which asks the driver about every tensor's address and calls hooks
+        # of Triton's profiler: addresses that are passed as integers are taken as they are
         addresses = [None if x is None else x.data_ptr() for x in tensors]
         stream = driver.active.get_current_stream(tensors[0].get_device())  # type: ignore[union-attr]
         no_hooks = None, None, None
@@ -96,7 +97,7 @@ class Prepared:
 
 
 def _kind(x: Any) -> Any:
-    """The properties of an argument that Triton compiles a kernel for: dtype and alignment of tensors."""
+    """The properties of an argument for which Triton specialises a kernel: dtype and alignment of tensors."""
     if x is None:
         return None
     if type(x) is tuple:
@@ -106,17 +107,17 @@ def _kind(x: Any) -> Any:
 
 
 def of_tile(x: Tensor, block: list[int]) -> TensorDescriptor:
-    """Triton's descriptor of blocks of x."""
+    """Triton's tensor descriptor of x for blocks of shape ``block``."""
     return descriptor(TensorDescriptor, x, block)
 
 
 def described(
     tensors: Sequence[Tensor | None], rows: int, count: int = 1, make: Callable[[Tensor, list[int]], Any] = of_tile
 ) -> list[Any]:
-    """Tensor descriptors of ``[B, K, n, D]`` or ``[B, K, heads, n, D]``: tiles of ``rows`` rows and all heads.
+    """Tensor descriptors of tensors ``[B, K, n, D]`` or ``[B, K, heads, n, D]``: tiles of ``rows`` rows of all heads.
 
-    ``count`` descriptors of the first parts of the tensors' width, then ``count`` of the second parts; None stands for
-    None, which the last tensor is not, and fills up. make: makes one of a tensor and a block.
+    Returns ``count`` descriptors of the first parts of the tensors' width, then ``count`` of the second parts, both
+    padded with None; None also for a tensor that is None, which the last is not. make: makes one from tensor and block.
     """
     last = tensors[-1]
     assert last is not None
@@ -137,8 +138,8 @@ def _block(rows: int, width: int, *heads: int) -> list[int]:
 
 
 def descriptor(kind: Any, x: Tensor, block: list[int], **fields: Any) -> Any:
-    """``kind(x, shape, strides, block, **fields)`` without its checks, which take longer than the rest of the work per
-    tensor; `condense.ops.triton.host.whole_rows` makes tensors that pass them.
+    """Return ``kind(x, shape, strides, block, **fields)`` without the checks of its constructor, which take longer than
+    all other work per tensor. Tensors from `condense.ops.triton.host.whole_rows` would pass them.
     """
     made = kind.__new__(kind)
     made.__dict__.update(base=x, shape=x.shape, strides=x.stride(), block_shape=block, **fields)

@@ -29,7 +29,7 @@ MAX_GROUPS = 2**15
 MAX_SLOTS = 2**16
 # the query heads of a KV head are one tile, which has 32 rows in float32; a tile of scores holds whole groups
 MAX_HEADS, MAX_HEADS_FLOAT32, MAX_GROUP_SIZE = 64, 32, 128
-# keys of latents, by which all heads choose together
+# widths of the keys of latents, by which all query heads choose groups together
 LATENT_WIDTHS = (288, 576)
 # looked up once, because every step asks
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -51,12 +51,12 @@ def absence(device: torch.device) -> list[str]:
 
 
 def absence_of_triton() -> list[str]:
-    """The obstacle that Triton is not installed, if so."""
+    """One obstacle if Triton is not installed, else none."""
     return [] if _HAS_TRITON else ["needs the triton package"]
 
 
 def among(text: str, known: tuple[Any, ...], *got: Any) -> list[str]:
-    """The obstacle that something is not among what kernels know, if so. text: stands before what they know."""
+    """One obstacle if any of ``got`` is not in ``known``, else none. text: begins the message, before ``known``."""
     if all(x in known for x in got):
         return []
     return [f"{text} {', '.join(map(str, known))}, got {' and '.join(map(str, got))}"]
@@ -75,14 +75,14 @@ def weights_obstacle(problem: Problem) -> str | None:
     """All reasons why the kernel of `condense.ops.largest_weights` cannot take a problem, None if it can."""
     found = [*absence(problem.device)]
     if problem.device.type == "cuda":
-        # in float32 products by bfloat16 missed the error budget, and others are no faster than PyTorch's
+        # float32 products by bfloat16 exceed the error budget, and other ways are no faster than PyTorch's
         found += among("takes", DTYPES[:2], problem.dtype)
         found += among("has kernels for head widths", WIDTHS, *problem.widths)
     return clauses(found)
 
 
 def call_obstacles(problem: Problem) -> list[str]:
-    """The obstacles in a problem that are neither its device nor its dtype and widths."""
+    """All obstacles of a problem other than its device, dtype and widths."""
     found = []
     if problem.dropout_p > 0:
         found.append(f"has no attention dropout (set the model's attention dropout to 0), got {problem.dropout_p}")
@@ -100,7 +100,7 @@ def recall_obstacle(q: Tensor, sources: RecallSources, choice: IndexChoice, *, s
 
 
 def recall_call_obstacles(q: Tensor, sources: RecallSources, choice: IndexChoice) -> list[str]:
-    """The obstacles in arguments of `condense.ops.attend_recall` that are neither device nor dtype and widths."""
+    """All obstacles in arguments of `condense.ops.attend_recall` other than device, dtype and widths."""
     found, K, G = [], sources.window.k.shape[1], sources.num_groups
     most, R = MAX_HEADS_FLOAT32 if q.dtype == torch.float32 else MAX_HEADS, q.shape[1] // K
     if most < R:
@@ -120,7 +120,7 @@ def recall_call_obstacles(q: Tensor, sources: RecallSources, choice: IndexChoice
 
 
 def _group_obstacles(g: int) -> list[str]:
-    """The obstacle that groups are too large to be scored, if so."""
+    """One obstacle if groups of g tokens are too large to be scored, else none."""
     return [] if g <= MAX_GROUP_SIZE else [f"takes groups of up to {MAX_GROUP_SIZE} tokens, got {g}"]
 
 
@@ -181,7 +181,7 @@ def step_obstacle(
 
 
 def check_step(q: Tensor, widths: tuple[int, int], settings: StepSettings, **room: int) -> None:
-    """Raise ValueError for what `step_obstacle` names; room: latent and entries, as there."""
+    """Raise ValueError with the reasons of `step_obstacle`, if any. room: its arguments ``latent`` and ``entries``."""
     if (obstacle := step_obstacle(q.device, q.dtype, widths, settings, **room)) is not None:
         raise ValueError(f"backend 'triton' {obstacle}; use backend='torch'")
 

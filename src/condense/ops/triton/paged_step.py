@@ -1,11 +1,11 @@
-"""One decode step over pages in Triton: the kernels of a step in buffers, rows found by tables. Nobody waits.
+"""One decode step over pages in Triton, by the kernels for buffers, which look up page tables. The host never waits.
 
-Without a choice the kernel of rings is started once to store and once to attend. On Hopper, for few requests, each
-kernel starts while the one before still runs, and waits for it before it reads that one's results.
+Without a choice of stored groups `step_kernel` is started twice: to store, and to attend. On Hopper, for few requests,
+each kernel starts while the one before still runs, and waits for it before it reads its results.
 
-With a choice, scratch memory by groups is one stretch for all requests, in which each has as many places as it has
-groups: a few requests may be long, or many short. It is bounded by the pool of pages, not by requests times the longest
-text: where these are more, requests attend one part after another.
+With a choice, all requests share one stretch of scratch memory, in which each takes as many places as it has groups: a
+few requests may be long, or many short. Its size is bounded by the pool of pages, not by requests times the longest
+text: if requests have more groups together, they attend in several parts, one after the other.
 
 Shapes: R requests, H query heads, K KV heads, D and Dv widths, P pages.
 """
@@ -27,17 +27,17 @@ from condense.ops.triton.recall_step_plan import apart, close_of, plan_of
 from condense.ops.triton.ring_step import JOIN, NUM_BUFFERS, STEP, split_scratch
 from condense.ops.triton.step_plan import StepShape, launch_of
 
-# groups whose largest shares a program finds
+# groups per program of `recall_share_kernel`
 _SHARE_TILE = 256
 
 
 class PagedStep(NamedTuple):
     """A step of one token of each request over pages.
 
-    settings, scale, state: as in `condense.ops.paged.read_paged`, which has checked all. widths: D and Dv. seen int32
+    settings, scale, state: as in `condense.ops.paged.read_paged`, which has checked them. widths: D and Dv. seen int32
     ``[R]`` on the device: tokens of each request, the new one included; 0 for an unused place, where nothing is stored.
-    Tokens are bfloat16, float16 or float32, one dtype with the window. On latents (``state.up``) queries are absorbed,
-    K is 1 and Dv is 0.
+    Tokens are bfloat16, float16 or float32, the dtype of the window. On latents (``state.up``) queries are absorbed, K
+    is 1 and Dv is 0.
     """
 
     settings: StepSettings
@@ -47,20 +47,19 @@ class PagedStep(NamedTuple):
     seen: Tensor
 
     def store(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Store the tokens, and the entry of a group that is due, or the record of one that a token completes.
+        """Store the tokens, and the entry of a group that is due, or the record of a group that a token completes.
 
-        q ``[R, H, D]``, of which only the shape counts with a choice; on latents of these heads or the mean of all
-        ranks'. k ``[R, K, D]``, v ``[R, K, Dv]``.
+        k ``[R, K, D]``, v ``[R, K, Dv]``, q ``[R, H, D]``; with a choice only the shape of q is read. On latents q may
+        be the mean over all processes' heads.
         """
         (pages, stamps), state, seen = self._buffers(), self.state, self.seen
         shape = self._shape(q, pages)
         with on_device_of(q):
             if self.settings.choice is None:
-                # no outputs
+                # this launch has no outputs: `seen` fills their places
                 self._start(launch_of(shape).store, (q, k, v), pages, (seen, seen))
                 return
             k, v, tables = dense_rows(k), dense_rows(v), (state.window.table, state.entries.table)
-            # no rows to leave out
             clock, turn = None if state.slots is None else state.slots.clock, rotation(q.shape[2], k.device, k.dtype)
             tensors = k, v, *recall_step.kept_of(pages), seen, *tables, stamps, clock, turn
             recall_step.CLOSE.start(close_of(shape), tensors, (*k.stride()[:2], *v.stride()[:2]))
@@ -68,8 +67,8 @@ class PagedStep(NamedTuple):
     def attend(self, q: Tensor, out: Tensor, before: Tensor | None) -> None:
         """Write the attention of q ``[R, H, D]``, after `store`, to ``out`` ``[R, H, Dv]``; 0 for unused places.
 
-        before int64 ``[R]`` on the device, with a choice: tokens of the requests before each. On latents out is d_c
-        wide.
+        before: int64 ``[R]`` on the device, only with a choice: tokens of all requests before each one. On latents out
+        is as wide as a latent.
         """
         R, q = len(q), dense_rows(q)
         with on_device_of(q):
@@ -77,7 +76,7 @@ class PagedStep(NamedTuple):
                 pages, _ = self._buffers()
                 launch = launch_of(self._shape(q, pages))
                 splits = split_scratch(q, launch.num_splits, out.shape[2])
-                # keys and values are in pages by now
+                # keys and values are read from pages: q fills their places
                 self._start(launch.step, (q, q, q), pages, splits)
                 self._join(launch.join, (*splits, None), out)
                 return
@@ -89,7 +88,7 @@ class PagedStep(NamedTuple):
                 step._attend_to_open(q[part], out[part], before[part])
 
     def _attend_to_open(self, q: Tensor, out: Tensor, before: Tensor) -> None:
-        """`attend` with a choice, of no more requests than `rows_at_once`."""
+        """Run `attend` with a choice, for at most `rows_at_once` requests."""
         (pages, stamps), state, seen = self._buffers(), self.state, self.seen
         plan, slots = plan_of(self._shape(q, pages)), state.slots
         scratch, of_q = recall_step.scratch_of(plan.scratch, q.device), q.stride()[:2]
@@ -111,7 +110,7 @@ class PagedStep(NamedTuple):
         self._join(plan.join, (scratch.part, scratch.lse, turn), out)
 
     def _join(self, join: tuple[Any, ...] | None, splits: tuple[Tensor, Tensor, Tensor | None], out: Tensor) -> None:
-        """Write outputs from those of all splits, and the rotation by which they may be turned."""
+        """Join all splits to ``out``. splits: their outputs and log-sum-exps, and the rotation, if they are rotated."""
         assert join is not None
         grid, numbers, (*sizes, _, early, _), options = join
         join = grid, numbers, (*sizes, True, early, out.stride()[:2]), options
@@ -122,10 +121,10 @@ class PagedStep(NamedTuple):
     def _start(
         self, plan: tuple[Any, ...], qkv: tuple[Tensor, ...], pages: StepState, splits: tuple[Tensor, Tensor]
     ) -> None:
-        """Start the kernel over pages. splits: outputs and log-sum-exps of all splits."""
+        """Start `step_kernel` over pages. splits: outputs and log-sum-exps of all splits."""
         state, seen, qkv = self.state, pages.seen, tuple(map(dense_rows, qkv))
         tables = state.window.table, state.entries.table, None if state.ring is None else state.ring.table
-        # strides of rings and arrays, which pages have in their forms
+        # strides of rings and arrays are not read: those of pages are constants in their forms
         none = (0,) * 15
         strides = (*(n for x in qkv for n in x.stride()[:2]), *none, seen.stride(0), 0, 0, 0, 0, 0)
         STEP.start(
@@ -133,8 +132,8 @@ class PagedStep(NamedTuple):
         )
 
     def _buffers(self) -> tuple[StepState, Tensor | None]:
-        """The buffers of a step in pages, views ``[P, K, N, columns]``; the window, or ``seen``, in place of those that
-        kernels do not read there. Also the stamps of records, ``[P, K, N, 1]``, if they have some.
+        """The buffers of a step as views of pages ``[P, K, N, columns]``; the window or ``seen`` stand in for buffers
+        that kernels do not read over pages. Also the stamps of records, ``[P, K, N, 1]``, or None.
         """
         state, seen, settings, widths = self.state, self.seen, self.settings, self.widths
         near, far, past = state.window.cache, state.entries.cache, state.ring
@@ -153,7 +152,7 @@ class PagedStep(NamedTuple):
         return StepState(**kept), stamps
 
     def _shape(self, q: Tensor, pages: StepState) -> StepShape:
-        """The shape of the step. pages: as of `_buffers`."""
+        """The shape of the step. pages: from `_buffers`."""
         state, settings, widths = self.state, self.settings, self.widths
         (R, H, _), K, far, rule = q.shape, state.window.cache.shape[1], state.entries, settings.rule
         assert rule.window is not None
@@ -174,8 +173,10 @@ class PagedStep(NamedTuple):
 def _of_all_heads(
     plan: tuple[Any, ...], tensors: tuple[Tensor | None, ...], before: Tensor, groups: int, ranks: Ranks
 ) -> tuple[tuple[Any, ...], tuple[Tensor | None, ...]]:
-    """Plan and tensors of a choice by the heads of all processes, from those by the heads of this one: as if their
-    largest shares were the scores of one head. groups: the most of a request.
+    """Plan and tensors of a choice by the heads of all processes, from plan and tensors of a choice by this process's.
+
+    Each process reduces its heads to their largest softmax weight per group; the maximum over processes is then passed
+    as the scores of a single head. groups: the most groups of a request.
     """
     grid, (K, H, row, splits, *numbers), constants, options = plan
     (g, _, ranking, *_), (score, top, total, seen, *others) = constants, tensors

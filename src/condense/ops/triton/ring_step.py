@@ -1,5 +1,5 @@
-"""A decode step that a loop on the host repeats: all that does not depend on the token is computed once. And the
-kernels of a step over rings of tokens and entries, without a choice: one kernel or two.
+"""Prepared decode steps, for a loop on the host: all that does not depend on the token is computed once. Also the
+kernels, one or two, of a step over rings of tokens and entries without stored groups.
 
 Shapes as in `condense.ops.step.call` and `condense.ops.step.state`; S splits.
 """
@@ -24,9 +24,9 @@ NUM_BUFFERS, _NUM_STRIDED = 9, 5
 
 
 class PreparedStep(ABC):
-    """A step for tokens of one layout and one state.
+    """A step for one state and for tokens of one layout: dtype, device, shape, strides and alignment.
 
-    state: the buffers. A call checks only that its token is like the first (`takes`), allocates and starts kernels.
+    state: the buffers. A call checks nothing (see `takes` for the layout), allocates outputs and starts kernels.
     """
 
     # no `__dict__`: `condense.caches.cache_nbytes` walks through attributes and must not walk into compiled kernels
@@ -35,13 +35,13 @@ class PreparedStep(ABC):
     state: StepState
 
     def __init__(self, call: StepCall) -> None:
-        """call: its token has the layout that all later ones have."""
+        """Keep the state and the layout of the token of ``call``, which all later tokens must have."""
         self.state = call.state
         self._layout = _layout_of(call.token, call.scale, call.extras)
         self._is_dense = all(dense_rows(x) is x for x in call.token[:3])
 
     def takes(self, call: StepCall) -> bool:
-        """True if this is the state, and the token laid out as the first one was."""
+        """Return True if ``call`` has this state, and a token of the same layout as the first."""
         return call.state is self.state and _layout_of(call.token, call.scale, call.extras) == self._layout
 
     @abstractmethod
@@ -49,13 +49,13 @@ class PreparedStep(ABC):
         """Read a token for which `takes` is true and return its attention. sink: `Extras.sink_logits`."""
 
     def _dense(self, token: NewToken) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v as kernels read them."""
+        """Return q, k and v, copied if their last dimension is not contiguous."""
         q, k, v = token[:3]
         return (q, k, v) if self._is_dense else (dense_rows(q), dense_rows(k), dense_rows(v))
 
 
 def _layout_of(token: NewToken, scale: float, extras: Extras) -> tuple[Any, ...]:
-    """Properties of a token and of its extras for which kernels are compiled or started."""
+    """Properties of a token and of its extras on which compiled kernels and their arguments depend."""
     q, k, v, real, counter = token
     sink = extras.sink_logits
     return (
@@ -70,12 +70,12 @@ def _kind_of(x: Tensor) -> tuple[Any, ...]:
 
 
 class RingKernels(PreparedStep):
-    """The kernels of steps without a choice."""
+    """The kernels of steps without a choice of stored groups."""
 
     __slots__ = ("_join", "_latent", "_num_splits", "_others", "_step")
 
     def __init__(self, call: StepCall, *, host_bound: bool = False) -> None:
-        """call: checked by `condense.ops.triton.step.step`. host_bound: as in `launch_of`."""
+        """Prepare ``call``, which `condense.ops.triton.step` has checked. host_bound: as in `launch_of`."""
         super().__init__(call)
         token, state, settings, _, self._latent, _ = call
         q, k, v = self._dense(token)
@@ -97,7 +97,7 @@ class RingKernels(PreparedStep):
             self._join = Prepared(JOIN, launch.join, (state.seen.stride(0), has_token.stride(0)))
 
     def __call__(self, token: NewToken, sink: Tensor | None) -> Tensor:
-        """Attention ``[B, H, 1, Dv]``."""
+        """Return attention ``[B, H, 1, Dv]``."""
         q, k, v = self._dense(token)
         state, real, counter = self.state, token.real, token.counter
         Dv = self._latent or v.shape[3]
@@ -113,7 +113,7 @@ class RingKernels(PreparedStep):
 
 
 def split_scratch(q: Tensor, S: int, Dv: int) -> tuple[Tensor, Tensor]:
-    """Output ``[B, H, S, Dv]`` and log-sum-exp ``[B, H, S]`` of every split. q: ``[B, H, ...]``."""
+    """Allocate output ``[B, H, S, Dv]`` and log-sum-exp ``[B, H, S]`` of S splits, float32. q: ``[B, H, ...]``."""
     B, H = q.shape[:2]
     part = torch.empty(B, H, S, Dv, dtype=torch.float32, device=q.device)
     return part, torch.empty(B, H, S, dtype=torch.float32, device=q.device)

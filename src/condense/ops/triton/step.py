@@ -18,11 +18,11 @@ from condense.ops.types import Extras
 
 
 def step(call: StepCall) -> Tensor:
-    """Read one token per row: attention output ``[B, H, 1, Dv]``; the state advances in place.
+    """Read one token per row: return attention output ``[B, H, 1, Dv]`` and advance the state in place.
 
     bfloat16, float16 or float32, one dtype; K divides H; the token may have any strides. Without a choice the buffers'
-    last dimensions are contiguous; with a choice all buffers are. Rows without a token are not touched and give 0. An
-    entry's latent is pooled by value_pooling, the rest by key_pooling.
+    last dimensions are contiguous; with a choice all buffers are. Rows without a token are not changed and return 0. Of
+    latent keys, the columns that are values are pooled by value_pooling, the others by key_pooling.
     Entries beyond the capacity are dropped and never seen, without an error: ``seen`` is on the device.
     Raises ValueError for what `condense.ops.triton.limits.step_obstacle` names and for a state that does not fit.
     """
@@ -36,9 +36,9 @@ def step(call: StepCall) -> Tensor:
 
 
 def prepare_step(call: StepCall) -> PreparedStep:
-    """Return a step of this state for a loop on the host, for tokens of this one's layout; the token is not read.
+    """Return a step of this state for a loop on the host over tokens laid out as that of ``call``, which is not read.
 
-    Autograd does not learn that the state changes, so tensors that it keeps must not share memory with the state.
+    Autograd is not told that the state changes, so tensors that it saves must not share memory with the state.
     Arguments and errors as in `step`.
     """
     _check(call)
@@ -52,7 +52,7 @@ def _check(call: StepCall) -> None:
 
 
 def _step(*fields: Any) -> Tensor:
-    """The operation: three tensors of the token, the buffers of the state, then what `_SCHEMA` names."""
+    """Run the operation. fields: q, k and v of the token, the buffers of the state, then the rest of `_SCHEMA`."""
     (q, k, v), state = fields[:3], StepState(*fields[3:_REST])
     counter, real, sink, settings, scale, latent, softcap = fields[_REST:]
     if not torch.is_inference_mode_enabled():  # tell autograd of the change, as in-place operations do
@@ -64,14 +64,14 @@ def _step(*fields: Any) -> Tensor:
 
 
 _REST = 3 + len(StepState._fields)
-# a step writes to all buffers but one
+# a step may write to all buffers except ``first``
 _BUFFERS = (f"Tensor{'' if name == 'first' else f'(a{i}!)'} {name}" for i, name in enumerate(StepState._fields))
 _SCHEMA = (
     f"step(Tensor q, Tensor k, Tensor v, {', '.join(_BUFFERS)}, Tensor(z!)? counter, Tensor? real, Tensor? sink, "
     "SymInt settings, float scale, SymInt latent, float softcap) -> Tensor"
 )
-# not by `torch.library.custom_op`, which parses the whole schema for every argument of an in-place operation: that
-# takes several times as long as the rest of the host's work in a step
+# defined without `torch.library.custom_op`, which parses the schema for every argument of an in-place operation in each
+# call: that takes several times as long as the rest of the host's work in a step
 _LIBRARY = torch.library.Library("condense", "FRAGMENT")
 _LIBRARY.define(_SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
 _LIBRARY.impl("step", _step, "CompositeExplicitAutograd")

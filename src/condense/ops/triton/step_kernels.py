@@ -3,13 +3,13 @@
 Programs run in any order, so none reads what another writes in this step: split 0 takes the new token from the inputs,
 the new entry from its registers and focal tokens from the ring, attends to these and stores them; the other splits
 share the entries and tokens that the buffers held before. The last program of a KV head to finish joins the outputs of
-all splits, in their order, and the last one of a row adds 1 to ``seen``. With many splits or few KV heads a second
+all splits, in their order, and the last KV head of a row adds 1 to ``seen``. With many splits or few KV heads a second
 kernel does both.
 
 In pages a row may see what another row stores in the same step: requests share pages, and one begins with the prefix
-that another completes. So the kernel is launched twice, once to store what is new, once to attend to all there is.
-``seen`` counts the new token and is not changed; a row that has seen none is an unused place of the batch: its output
-is 0 and its pages are not touched.
+that another completes. So the kernel is launched twice: first to store tokens and entries, then to attend to all.
+``seen`` counts the new token and is not changed; a row with ``seen`` 0 is an unused place of the batch: its output is 0
+and its pages are not read or written.
 
 Shapes: B rows, H query heads, K KV heads, R = H / K, M entries, W and Q slots of the rings of tokens and of queries,
 S splits, V columns of values. A summary is the mean of the newest ``num_summary`` queries. Scores are base 2.
@@ -34,7 +34,7 @@ class _Scores(namedtuple("_Scores", "weigh attend bias biases")):
     """Scales and biases of scores.
 
     weigh: scale of the scores that weigh a chunk's tokens. attend: scale of attention's scores, base 2. bias: of all
-    entries, base 2. biases: pointer to a KV head's natural biases, if entries have their own.
+    entries, base 2. biases: pointer to the biases of a KV head's entries, not base 2, if each entry has its own.
     """
 
 
@@ -48,22 +48,22 @@ class _Moment(
 
     t: position of the new token. first: first position that is seen as a token. due: whether a chunk is due; then begin
     is the position of its first token, slot the slot of its first entry, and seen_at_once whether this step's query
-    sees its entries. entries, tokens: how many are seen of those in the buffers before this step, or of all in pages;
-    the entries begin in slot ``base``. first_entries: entries that stand before those of chunk 0; the first
-    ``first_single`` of them stand for single tokens. fine_first, fines: the first fine entry that is seen, and how many
-    are of those in the ring before this step; merge: number of the coarse entry that is due, -1 for none.
+    sees its entries. entries, tokens: numbers of entries and tokens that are seen; on rings, without those of this
+    step. base: slot of the first entry. first_entries: entries before those of chunk 0; the first ``first_single`` of
+    them stand for single tokens. fine_first, fines: the first fine entry that is seen, and the number of seen ones,
+    without this step's. merge: number of the coarse entry that is due, -1 for none.
     """
 
 
 class _Stretch(namedtuple("_Stretch", "first count")):
-    """The ``count`` slots from slot ``first`` on."""
+    """A stretch of ``count`` slots from slot ``first`` on."""
 
 
 class _Read(namedtuple("_Read", "chunk key value bias ranked")):
-    """The new token and its entry, as they will be read from where they are stored.
+    """The new token and the entry that is due, rounded as their buffers store them.
 
-    chunk: the chunk that is due, if any, with the new token. key, value, bias: of its pooled entry; base 2. ranked:
-    scores of the chunk's tokens, if some are focal.
+    chunk: the chunk that is due, if any, and the new token. key, value, bias: of the chunk's pooled entry, the bias
+    base 2. ranked: scores of the chunk's tokens, if some are focal.
     """
 
 
@@ -82,10 +82,10 @@ def _attend_keys(
     softmax, q, source, stretch, lo, hi, scale, bias, moment, PERIOD: tl.constexpr, FORM: tl.constexpr,
     KIND: tl.constexpr,
 ):  # fmt: skip
-    """Add tiles ``[lo, hi)`` of a `_Stretch` of keys in a `Buffer`; no tile is empty. FORM: of its pages, if any.
+    """Add tiles ``[lo, hi)`` of a `_Stretch` of keys in the `Buffer` ``source`` to a softmax; no tile is empty.
 
-    PERIOD > 0: only pooled entries get the bias: first entries from ``moment.first_single`` on, and behind them the
-    last of each ``PERIOD`` entries. PERIOD < 0: ``bias`` points to each key's own, natural.
+    FORM: of its pages, if any. PERIOD > 0: only pooled entries get the bias: first entries from ``moment.first_single``
+    on, and then the last of each ``PERIOD`` entries. PERIOD < 0: ``bias`` points to a bias per key, not base 2.
     """
     PRECISION: tl.constexpr = KIND.precision
     KEYS: tl.constexpr = entries_in_words(source.k.dtype, q[0].dtype, KIND.D0, KIND.D1, KIND.entry_bits, KIND.early)
@@ -97,7 +97,7 @@ def _attend_keys(
     if VALUES:
         softmax = online.Softmax(to_words(softmax.acc[0], KIND.V0), softmax.m, softmax.total)
     if FORM is not None:
-        # found one tile ahead, so that keys need not wait for tables
+        # addresses are found one tile ahead, so that loads of keys need not wait for loads of the page table
         place = tile_in_pages(source.size, stretch.first, stretch.count, lo, KIND.keys, FORM)
     for tile in range(lo, hi):
         i = tile * KIND.keys + tl.arange(0, KIND.keys)
@@ -132,7 +132,7 @@ def _attend_keys(
 
 @triton.jit
 def _attend_focal(softmax, q, ring, chunk, scores, count, scale, KIND: tl.constexpr):
-    """Add the focal tokens of a chunk of ``count`` tokens. Every row must have seen a key before."""
+    """Add the focal tokens of a chunk of ``count`` tokens to a softmax. Every row must have seen a key before."""
     PRECISION: tl.constexpr = KIND.precision
     for start in range(0, count, 16):
         i = start + tl.arange(0, 16)
@@ -154,10 +154,10 @@ def _two_rows(a, x, b, y):
 
 @triton.jit
 def _read_token(heads, new, entries, fine, ring, past_queries, moment, chunk_size, scores, writes, KIND: tl.constexpr):
-    """The `_Read` of a step. Store its token, mean query and entries if ``writes``.
+    """Make the entry that is due and return the step's `_Read`. Store entry, token and mean query if ``writes``.
 
-    new: pointers to a KV head's new key and value. entries, fine, ring: its `Buffer`s; fine is None if there are no
-    coarse entries.
+    new: pointers to a KV head's new key and value. entries, fine, ring: `Buffer`s of the head; fine is None if there
+    are no coarse entries.
     """
     num_summary: tl.constexpr = KIND.num_summary
     NEAR: tl.constexpr = KIND.near
@@ -187,14 +187,14 @@ def _read_token(heads, new, entries, fine, ring, past_queries, moment, chunk_siz
         if KIND.matched:
             bias = entry.matched_bias(ring, chunk, summary, ranked, key, scores.weigh, KIND)
             if writes:
-                # the focal tokens, which come first, have none
+                # entries of focal tokens, which come first, have bias 0
                 j = tl.arange(0, KIND.tile)
                 own = tl.where(j == KIND.focal, bias, 0.0)
                 tl.store(biases + slot + j, own, mask=j <= KIND.focal)
             bias *= _LOG2E
     if KIND.coarse is not None:  # noqa: SIM102 - known when the kernel is compiled
         if writes & (moment.merge >= 0):
-            # all of these are older than this step
+            # the fine entries that are merged were stored in earlier steps
             n: tl.constexpr = KIND.coarse.chunks
             at = (moment.merge * n % fine.size).to(tl.int64)
             merged = entry.mean_query(entry.Queries(fine.k + at * fine.s_k, fine.s_k, n), KIND.D0, KIND.D1)
@@ -206,7 +206,7 @@ def _read_token(heads, new, entries, fine, ring, past_queries, moment, chunk_siz
         store_row(ring.k + token_rows(ring.size, moment.t, None, ring.s_k, NEAR), k, KIND.D0, KIND.D1)
         if not KIND.latent:
             store_row(ring.v + token_rows(ring.size, moment.t, None, ring.s_v, NEAR), v, KIND.V0, KIND.V1)
-        # pages keep no queries if the newest is enough
+        # pages hold no mean queries if a summary needs only the newest one
         if KIND.scored and (FAR is None or num_summary > 1):
             at = (moment.t % past_queries.size).to(tl.int64)
             store_row(past_queries.q + at * past_queries.s_q, mean, KIND.D0, KIND.D1)
@@ -215,7 +215,7 @@ def _read_token(heads, new, entries, fine, ring, past_queries, moment, chunk_siz
 
 @triton.jit
 def _new_token(heads, ring, read, moment, places, scores, row_tile, KIND: tl.constexpr):
-    """Split 0 of a KV head: attention to the new token and the new entries, which are ``read``."""
+    """Split 0 of a KV head: store the output and log-sum-exp of attention to the new token and entries in ``read``."""
     chunk = read.chunk
     first_row = row_tile * KIND.rows
     for start in range(first_row, tl.minimum(first_row + KIND.rows, heads.size), 16):
@@ -238,7 +238,7 @@ def _new_token(heads, ring, read, moment, places, scores, row_tile, KIND: tl.con
 
 @triton.jit
 def _attend_share(heads, entries, fine, ring, moment, places, split, scores, row_tile, KIND: tl.constexpr):
-    """Attention of a split to its share: of what buffers held before the step, or of all that pages hold."""
+    """Attend to a split's share of the keys (on rings those stored before this step), and store its results."""
     NEAR: tl.constexpr = KIND.near
     FAR: tl.constexpr = KIND.far
     r = row_tile * KIND.rows + tl.arange(0, KIND.rows)
@@ -249,12 +249,12 @@ def _attend_share(heads, entries, fine, ring, moment, places, split, scores, row
         tokens = tl.minimum(tokens, ring.size)
     far, near = tl.cdiv(moment.entries, KIND.keys), tl.cdiv(tokens, KIND.keys)
     old_far, old_near = far, near
-    # split 0 is apart where it reads what this step stores
+    # split 0 gets no share of the older keys where it reads what this step stores
     WAITS: tl.constexpr = KIND.early and not KIND.stores
     APART: tl.constexpr = 1 if KIND.stores or KIND.early else 0
     if WAITS:
-        # at most the newest entry and the newest two tokens of what a row reads: the last one of a prefix, which may be
-        # another row's, and its own
+        # of what a row reads, this step stores at most the newest entry and the newest two tokens: its own, and one of
+        # another row that completes a shared prefix
         old_far, old_near = tl.maximum(moment.entries - 1, 0) // KIND.keys, tl.maximum(tokens - 2, 0) // KIND.keys
         if split == 0:
             gdc_wait()
@@ -282,7 +282,7 @@ def _attend_share(heads, entries, fine, ring, moment, places, split, scores, row
     stretch = _Stretch(moment.first % ring.size if NEAR is None else moment.first, tokens)
     softmax = _attend_keys(softmax, q, ring, stretch, begin, end, scores.attend, 0.0, moment, 0, NEAR, KIND)
     if WAITS:
-        # from here on all that the step stores is there, for the kernel that follows too
+        # all splits wait before they end, so that the next kernel finds everything that this step stored
         gdc_wait()
     at = (places.row + r).to(tl.int64) * places.S + split
     softmax = online.Softmax(softmax.acc, softmax.m, tl.sum(softmax.total, 1))
@@ -319,10 +319,10 @@ def _moment(
     due = (complete > 0) & (complete % chunk == 0) & (number < max_chunks)
     seen_at_once = due & (number < visible)
     if KIND.near is not None:
-        # an entry stands in slot ``t // chunk`` of the token t that completes its summary: `condense.serving.plan`
+        # an entry is in slot ``t // chunk`` for the token t that completes its summary (why: `condense.serving.plan`)
         base, entries = summary_delay // chunk, visible
     else:
-        # the new entries are the last ones
+        # without the entries that this step makes, which are the last ones
         base, entries = 0, first_entries + (visible - seen_at_once.to(tl.int32)) * entries_each
     slot = base + first_entries + number * entries_each
     tokens = tl.maximum(t - first, 0) if KIND.near is None else t + 1 - first
@@ -351,19 +351,20 @@ def step_kernel(
     s_seen, s_first, s_first_n, s_arrived, s_arrived_n, s_real,
     M, W, Q, window, max_chunks, summary_delay, scale, score_scale, bias, KIND: tl.constexpr,
 ):  # fmt: skip
-    """part float32 ``[B, H, S, V]`` and log-sum-exp ``[B, H, S]``, or out ``[B, H, 1, V]``; grid (S, row tiles, B * K).
+    """Write part float32 ``[B, H, S, V]``, lse ``[B, H, S]`` and, if KIND joins, out ``[B, H, 1, V]``; grid (S, row
+    tiles, B * K).
 
     arrived int32 ``[B, K + 1]``: finished programs of each KV head, and finished KV heads; 0 before and after.
-    biases float32 ``[B, K, M]``, contiguous, read and written if they are matched. sink float ``[H]``: logits without a
-    value, None for none. counter int64 ``[]``: 1 is added to it; None for none. near, far, past: tables of the pages
-    that `Kind` has. fine: rings of fine entries, contiguous; None without coarse ones.
+    biases float32 ``[B, K, M]``, contiguous, read and written if entries have biases of their own. sink float ``[H]``:
+    logits without a value, None for none. counter int64 ``[]``: 1 is added to it; None for none. near, far, past: page
+    tables for the page forms in `Kind`. fine: rings of fine entries, contiguous; None without coarse ones.
     """
     K: tl.constexpr = KIND.K
     R: tl.constexpr = KIND.R
     chunk: tl.constexpr = KIND.chunk
     if KIND.early:
         if not KIND.attends:
-            # the kernel that attends reads before it waits, so what earlier kernels write must be there by then
+            # the kernel that attends reads older keys before it waits: they must be written before it is launched
             gdc_wait()
         gdc_launch_dependents()
     split, S, row_tile, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1), tl.program_id(2)
@@ -419,7 +420,7 @@ def step_kernel(
         if not KIND.stores:
             _attend_share(heads, entries, fine, ring, moment, places, split, scores, row_tile, KIND)
         elif split == 0:
-            # the first tile of rows stores
+            # every tile of rows makes the entry, only the first one stores it
             read = _read_token(
                 heads, new, entries, fine, ring, past_queries, moment, chunk, scores, row_tile == 0, KIND
             )
@@ -452,11 +453,11 @@ def step_join_kernel(
     V: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr, TURNED: tl.constexpr, HAS_REAL: tl.constexpr,
     EARLY: tl.constexpr, OUT: tl.constexpr,
 ):  # fmt: skip
-    """out ``[B, H, 1, V]``; 1 is added to ``seen``. Grid (B * H, columns).
+    """Join all splits to out ``[B, H, 1, V]`` and add 1 to ``seen``. Grid (B * H, tiles of BC columns).
 
-    sink, counter: as of `step_kernel`. seen: None if it stays. OUT: first two strides of out, None if it is contiguous.
-    TURNED: 0, or the columns of `condense.ops.recall.index.rotation` for parts that are turned; then BC are those of
-    one of its blocks.
+    sink, counter: as in `step_kernel`. seen: None if it must not change. OUT: first two strides of out, None if it is
+    contiguous. TURNED: D if outputs of splits are rotated by `condense.ops.recall.index.rotation` ``[D, D]``, else 0;
+    then BC is the width of the rotation's blocks.
     """
     if EARLY:
         gdc_wait()

@@ -1,4 +1,4 @@
-"""Launch arguments of a decode step that are no tensors: tiles, splits of the keys, numbers, constants.
+"""Launch arguments of a decode step other than tensors: tiles, splits of the keys, numbers, constants.
 
 Shapes as in `condense.ops.step.call` and `condense.ops.step.state`.
 """
@@ -18,18 +18,18 @@ from condense.ops.triton.host import LOG2E, cdiv, check_programs, gpu_of, power_
 
 # stands for "no limit": positions are int32
 _NEVER = 2**31 - 1
-# the last program to finish joins the parts of a KV head if they are at most so many numbers. A second kernel does so
-# if they are more, and for few KV heads, where the last program of each would leave most multiprocessors without work
+# the last program to finish joins the splits of a KV head if their outputs are at most this many numbers. A second
+# kernel joins larger ones, and those of few KV heads, where joining programs would leave most multiprocessors idle
 _MOST_JOINED = 2**16
-# numbers that a joining program holds in registers
+# numbers that a joining program holds in registers at a time
 _JOINED_AT_ONCE = 2**13
-# with so many pairs of request and KV head, or more, kernels over pages do not start early: on an H200 with 8 KV heads,
-# one and two requests gain 3 % by an early start, 4 gain nothing, 6 and 8 lose 3 and 5 %
+# from this many pairs of request and KV head on, kernels over pages do not start early: on an H200 with 8 KV heads, one
+# and two requests gain 3 % by an early start, 4 gain nothing, 6 and 8 lose 3 and 5 %
 EARLY_PAIRS = 32
 
 
 class _StepTiles(NamedTuple):
-    """rows: most per tile. keys: per tile. num_warps, num_stages: Triton's. waves: programs per multiprocessor."""
+    """Most rows (query heads) per tile, keys per tile, Triton's options, and waves: programs per multiprocessor."""
 
     rows: int
     keys: int
@@ -39,7 +39,7 @@ class _StepTiles(NamedTuple):
 
 
 def tiles_of(device: torch.device, dtype: torch.dtype, width: int, latent: int = 0, few: bool = False) -> _StepTiles:
-    """Tiles by dtype, the wider of keys and values, and whether there are few KV heads, whatever the length."""
+    """Tiles for a dtype, the larger width of keys and values, and whether there are few KV heads; for any length."""
     if device.type != "cuda":  # the interpreter
         return _StepTiles(64, 16, 4, 1, 1)
     if dtype == torch.float32:  # no tensor cores, and whole rows in registers: more warps, smaller tiles
@@ -55,7 +55,7 @@ def tiles_of(device: torch.device, dtype: torch.dtype, width: int, latent: int =
 class Launch(NamedTuple):
     """Grid, numbers, constants and options of a step's kernels, without strides. join: None if ``step`` joins.
 
-    store: in pages, the launch of the same kernel that stores; ``step`` is then the one that attends.
+    In pages `step_kernel` is launched twice: ``store`` stores, then ``step`` attends.
     """
 
     num_splits: int
@@ -65,12 +65,12 @@ class Launch(NamedTuple):
 
 
 class StepShape(NamedTuple):
-    """All that the launch arguments of a step depend on, but for ``host_bound`` of `launch_of`.
+    """Everything that determines the launch arguments of a step, except for ``host_bound`` of `launch_of`.
 
-    H: query heads. sizes: of its state; in pages the room of a request. latent: as in `StepCall`. scores: their scale
-    and soft cap. number: `condense.ops.step.settings.StepSettings.number`. has_real: rows may have no token. slots: of
-    a store. In pages: near, far, past: of tokens, of entries or records, and of queries, if there are any; all: groups
-    of all rows together that scratch memory has room for.
+    H: query heads. sizes: of the state's buffers; in pages, the room of one request. latent: as in `StepCall`. scores:
+    scale and soft cap. number: `condense.ops.step.settings.StepSettings.number`. has_real: rows may have no token.
+    slots: of a store. Only in pages: near, far, past, the forms of pages of tokens, of entries or records, and of
+    queries (None without them); all, the groups of all rows together that scratch memory has room for.
     """
 
     device: torch.device
@@ -89,7 +89,7 @@ class StepShape(NamedTuple):
 
     @classmethod
     def of(cls, call: StepCall) -> Self:
-        """That of a step over buffers."""
+        """Return the shape of a step over buffers."""
         (q, *_, real, _), state, settings, scale, latent, extras = call
         sizes, slots = sizes_of(state, settings), 0 if settings.choice is None else settings.choice.store.slots
         scores, number = (scale, extras.softcap), settings.number
@@ -110,9 +110,9 @@ def launch_of(shape: StepShape, host_bound: bool = False) -> Launch:
     V, coarse = latent or Dv, settings.coarse
     rows = min(tiles.rows, max(16, power_of_2(R)))
     row_tiles = cdiv(R, rows)
-    # kernels may be launched while the last splits of the one before run; after a single one none would be free for it
+    # the next kernel may start while the last splits of the kernel before it still run (programmatic dependent launch)
     early = gpu is not None and gpu.capability >= (9, 0) and (not paged or B * K < EARLY_PAIRS)
-    # one more split reads what is new; it takes as long as others where it also makes entries, but not in pages
+    # one more split attends to what this step stores; on rings it also makes entries and takes as long as the others
     apart = early or not paged
     wanted = 3 if gpu is None else tiles.waves * gpu.multiprocessors // (row_tiles * B * K)
     S = apart + max(1, min(wanted - (0 if paged else 1), cdiv(M + F + W, tiles.keys)))
