@@ -141,7 +141,7 @@ def _produce(sources, lists, problem, memory, FORM: gl.constexpr):
 def _first(view, stream, memory, at, rows, FORM: gl.constexpr):
     """Weights, largest scores and sums of weights after a tile's first block, which is in the window.
 
-    rows: largest scores and sums before it. Its values have arrived, but are not added yet.
+    rows: largest scores and sums before it. The block's values have arrived in shared memory, but are not added yet.
     """
     s = pipeline.first_scores(view.q, memory, at, FORM.BN, FORM.stages)  # [ROWS, BN]
     n = stream.window + gl.arange(0, FORM.BN, layout=gl.SliceLayout(0, s.type.layout))

@@ -45,7 +45,7 @@ def tiles_of(kernel: str, dtype: torch.dtype, is_cuda: bool, widest: int, R: int
     rows, narrow = power_of_2(R), widest <= 128
     if not is_cuda:  # the interpreter
         return Tiles(16 if kernel == "dkv" else max(16, rows), 16, {})
-    if dtype == torch.float32:  # each product is computed as six of bfloat16
+    if dtype == torch.float32:  # each product takes six products of bfloat16
         return Tiles(32 if kernel == "dkv" else max(32, rows), 32, {"num_warps": 4, "num_stages": 1})
     if kernel == "dkv":
         return Tiles(32, 64, {"num_warps": 4 if narrow else 8, "num_stages": 3 if narrow else 2})

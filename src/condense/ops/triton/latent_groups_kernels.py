@@ -48,7 +48,7 @@ def fits(is_hopper: bool, form: Form, dtype: torch.dtype, softcap: float) -> boo
 
 
 class _Work(namedtuple("_Work", "first behind centres tiles")):
-    """The work of a split: open groups ``[first, behind)``, whose centres fill ``centres`` tiles, tokens ``tiles``."""
+    """The work of a split: open groups ``[first, behind)``, centres in ``centres`` tiles, tokens in ``tiles``."""
 
 
 class _Kept(namedtuple("_Kept", "groups table store signs steps places slots")):

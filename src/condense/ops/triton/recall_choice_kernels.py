@@ -115,7 +115,7 @@ def recall_cells_kernel(
     query = tl.minimum(i, stop - 1) - first
     n, slot = tl.arange(0, CELLS)[None, :], tl.arange(0, PICKED)[None, :]
     valid = n * C < closed[:, None]
-    # whole lines of cells are read at once
+    # the mask is per line of cells, so that a line is loaded at once
     there = n // CELLS_PER_LINE * (CELLS_PER_LINE * C) < closed[:, None]
     at = query[:, None] * (R * CELLS_PER_LINE) + scoring.place_of_cell(n, lines)
     stretches = tl.cdiv(cells * C, STRETCH)

@@ -233,12 +233,12 @@ def _score_groups(tile, lse, stretch, D: tl.constexpr, FORM: tl.constexpr, MASKE
     C: tl.constexpr = FORM.C
     BC: tl.constexpr = BG // C
     steps_at = tile.steps + tl.arange(0, BG * GP)
-    # an empty stretch may begin where the steps end
+    # clamped, because an empty stretch may begin past the last steps
     next_steps = tl.load(steps_at + tl.maximum(tl.minimum(lo, hi - 1), 0) // BG * BG * GP)  # [BG * GP]
     for group in range(lo, hi, BG):
         cell, c = group // C + tl.arange(0, BC), tl.arange(0, C)
         steps = next_steps
-        # one tile ahead, because a load takes long; after the last tile it is read once more
+        # loaded one tile ahead, because a load takes long; the steps of the last tile are loaded twice
         next_steps = tl.load(steps_at + tl.minimum(group + BG, hi - 1) // BG * BG * GP)
         # in the order of `condense.ops.recall.choice.index_scores`, which multiplies by the query's scale last
         s = floats_of(_products(tile, group * GP, FORM)) * steps[None, :]  # [BM, BG * GP]
@@ -304,7 +304,7 @@ def recall_score_kernel(
         tl.load(unit_ptr + of_head + line), closed, real, score_ptr + (of_head * cells + line) * C,
         cell_ptr + of_head * cells + line * CELLS_PER_LINE, size,
     )  # fmt: skip
-    # a thread has two neighbouring groups
+    # a place is a pair of adjacent groups, which one thread holds
     PLACES: tl.constexpr = max(1, FORM.BG // 2)
     lse = (tl.full([BM, PLACES], float("-inf"), tl.float32), tl.zeros([BM, PLACES], tl.float32))
     lo, part = tl.program_id(2) * STRETCH, (head * tl.num_programs(2) + tl.program_id(2)) * size + line
@@ -357,7 +357,7 @@ def recall_rest_kernel(
     """
     BM: tl.constexpr = FORM.BM
     Q: tl.constexpr = BM // R
-    # a thread has two neighbouring groups of eight
+    # a place is a position among eight adjacent groups, of which one thread holds two
     PLACES: tl.constexpr = 8
     numbers = chunk, window, entries, max_chunks, query_start, window_start, padding, first_entries
     row, spans = row_of_program(numbers, starts_ptr, K, KIND)
@@ -393,8 +393,8 @@ def recall_join_kernel(
     out_ptr, lse_ptr, weight_ptr, mean_ptr, begin_ptr, s_out, s_mean, H, L, n, begin,
     g: tl.constexpr, R: tl.constexpr, Dv: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Add a token to attention, in place: out ``[B, H, L, Dv]``, lse float32 ``[B, H, L]``, as
-    `condense.ops.recall.rest.with_rest` does.
+    """Add one token, which stands for the groups that a query does not open, to out ``[B, H, L, Dv]`` and lse float32
+    ``[B, H, L]``, in place, as `condense.ops.recall.rest.with_rest` does.
 
     Grid (tiles of BM queries times H, B). weight: as `recall_rest_kernel` writes it. mean: ``[B, H / R, n, Dv]``; query
     i sees column ``(begin + i) // g``, clamped to the first and the last. begin_ptr: begin of each row, None if it is

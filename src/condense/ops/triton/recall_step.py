@@ -35,14 +35,15 @@ class StepScratch(
         "part lse score top total centre centre_top centre_total turned whole base groups place slot_of used free",
     )
 ):
-    """Scratch memory of one step; all tensors have one dimension and hold, in order, numbers of the shapes given here.
+    """Scratch memory of one step: tensors of one dimension, whose numbers are in the order of the shapes given here.
 
-    float32: part ``[B, H, S1, Dv]``, lse ``[B, H, S1]``, score ``[B, H, G as a power of two]``, top and total
-    ``[B, H, S0]``; centre, centre_top and centre_total: as score, top and total, of centres; turned ``[B, H, D]``,
-    rotated queries; whole, int8 queries of `recall_turn_kernel`; these five are empty where no kernel reads them; base
-    ``[B, H, r]``, twice as many for latents. int32: groups and place ``[B, K, r]``, slot_of ``[B, K, G]``, used and
-    free ``[B, K, S]`` of S slots. In pages score, centre and base are ``[H, all]``, base of latents ``[H, 2 all]``,
-    groups and slot_of ``[K, all]``, with places for all groups of all rows.
+    float32: part ``[B, H, S1, Dv]`` and lse ``[B, H, S1]``, results of attention's splits; score ``[B, H, G as a power
+    of two]``; top and total ``[B, H, S0]``, largest score and sum of exponentials per split; centre, centre_top and
+    centre_total, the same for scores of centres; turned ``[B, H, D]``, rotated queries; whole, int8 queries of
+    `recall_turn_kernel` (these five are empty where no kernel reads them); base ``[B, H, r]``, products with centres of
+    open groups, twice as many numbers for latents. int32: groups ``[B, K, r]``, the open groups, and place, where each
+    is read; slot_of ``[B, K, G]``, used and free ``[B, K, S]`` of S slots, to find slots. In pages score, centre and
+    base are ``[H, all]``, base of latents ``[H, 2 all]``, groups and slot_of ``[K, all]``, for all groups of all rows.
     """
 
 

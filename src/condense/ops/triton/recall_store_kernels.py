@@ -106,8 +106,8 @@ def key_step(largest, dtype: tl.constexpr, FORM: tl.constexpr):
 def key_codes(size, step, FORM: tl.constexpr):
     """Codes of keys, float32, from the sizes of rotated keys' differences from their centre. step: from `key_step`.
 
-    One division per key instead of per number: a product with the inverse is rounded, and is one too large where code
-    times step exceeds the size.
+    Divides once per key, not per number: it multiplies by the inverse and rounds, then subtracts 1 where the rounded
+    code is above the exact quotient, so the code is its floor.
     """
     size *= 1 / block_width(FORM.D)
     apart = tl.maximum(2 * step.to(tl.float32), 2.0**-126)[:, None]
@@ -190,7 +190,7 @@ def _load(pieces, at, there, COPY: tl.constexpr):
 
 @triton.jit
 def _as(pieces, dtype: tl.constexpr):
-    """Pieces of bytes as numbers of ``dtype``."""
+    """Pieces whose pointers are to numbers of ``dtype`` instead of bytes."""
     of: tl.constexpr = tl.pointer_type(dtype)
     return Pieces(pieces.ptr.to(of), pieces.slot.to(of), pieces.moves, pieces.signs, pieces.steps)
 

@@ -32,8 +32,8 @@ class RowSpans(namedtuple("RowSpans", "rule start arrays strides")):
     """The spans of a program's queries, by a rule or from an array.
 
     rule, start: the rule and the start of the program's row. arrays: pointer to lo and hi of each source, int32
-    ``[sources, 2, B|1, K|1, L]``. strides: of its second, third and fourth dimension; that of ``sources`` is twice the
-    first of these, and that of L is 1.
+    ``[sources, 2, B|1, K|1, L]``. strides: of its second, third and fourth dimension; the first dimension's is twice
+    the second's, the last one's is 1.
     """
 
 
@@ -105,7 +105,7 @@ def visible(n: tl.constexpr, i, row, spans, KIND: tl.constexpr):
 
 @triton.constexpr_function
 def begins_at_0(n, KIND):
-    """True if every span of source n is known to begin at 0: entries under the rule."""
+    """True if every span of source n is known at compile time to begin at 0, as those of entries by the rule."""
     return KIND != "arrays" and n == 0
 
 
