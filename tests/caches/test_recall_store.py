@@ -71,7 +71,6 @@ def test_device_and_host_give_the_same_bits(ragged):
             mine = [out[row, :, L - n :] for out in outs]
             assert all(torch.equal(out, mine[i % 2]) for i, out in enumerate(mine))
             assert_close(mine[1], mine[0], **EXACT)
-    assert all(_buffers(layer).held.shape[2] == layer.method.slots for layer in layers[2:])
 
 
 def test_a_closing_group_is_written_and_nothing_else_is_copied():
@@ -194,15 +193,38 @@ def test_a_first_call_that_is_refused_leaves_no_memory(make, tokens, method, wid
     assert_close(read(layer, fits), want, **EXACT)
 
 
-@pytest.mark.parametrize(("length", "dtype"), [(100, torch.float32), (100, torch.bfloat16), (5, torch.float64)])
-def test_bytes(length, dtype):
+@pytest.mark.parametrize("layer", [layer for method in HOSTS for layer in _layers(method)])
+def test_there_are_no_more_slots_than_room_for_groups(layer):
+    """A growing layer gets more when it grows, and keeps what it has."""
+    read(layer, _qkv(30))
+    for t in range(120):
+        before = _buffers(layer)
+        before.held[:, :, -1:], before.slots[:, :, -4:] = t, t
+        read(layer, _qkv(1, t))
+        S, after, added = before.held.shape[2], _buffers(layer), _buffers(layer).held.shape[2] - before.held.shape[2]
+        assert added + S == min(layer.method.slots, after.entries_k.shape[2])
+        assert after.order[0, 0].tolist() == [*range(S, S + added), *before.order[0, 0].tolist()]
+        assert torch.equal(after.held[:, :, :S], before.held)
+        assert torch.equal(after.slots[:, :, : S * 4], before.slots)
+        assert bool((after.held[:, :, S:] == -1).all())
+    tokens = after.slots.nbytes, after.held.nbytes + after.order.nbytes
+    assert tokens == ((S + added) * B * K * 4 * (D + DV) * 8, (S + added) * B * K * 2 * 4)
+
+
+@pytest.mark.parametrize(
+    ("length", "dtype", "slots"),
+    [(100, torch.float32, None), (100, torch.bfloat16, 5), (100, torch.bfloat16, 99), (5, torch.float64, 99)],
+)
+def test_bytes(length, dtype, slots):
     """All closed groups of ``length`` tokens, in blocks of 16, with index and tokens, the window and a group, two sums
-    and two counters.
+    and two counters; slots, no more than these groups, with tokens and two numbers of 4 bytes.
     """
-    layer = StaticCondensedLayer(METHOD, length)
+    method = METHOD if slots is None else METHOD.replace(store="host", slots=slots)
+    layer = StaticCondensedLayer(method, length)
     layer.lazy_initialization(*[x.to(dtype) for x in _qkv(0)[1:]])
     groups, ring = -(-max(1, (length - 6) // 4) // 16) * 16, min(length, 10)
-    numbers = (groups * 4 + ring) * (D + DV) * dtype.itemsize + 2 * DV * 8
+    copies = min(slots or 0, groups)
+    numbers = ((groups + copies) * 4 + ring) * (D + DV) * dtype.itemsize + copies * 8 + 2 * DV * 8
     index = groups * ((4 + 4) * -(-D // 8) + (4 + 1) * dtype.itemsize)
     held = sum(x.untyped_storage().nbytes() for x in (*layer.buffers, layer.num_slots))
     assert held == B * (K * (numbers + index) + 8) + 8

@@ -159,6 +159,9 @@ def test_what_a_step_of_recall_reads_and_what_lies_in_host_memory():
     assert report.bytes == stored.bytes - 92 * 32 * 2 + 5 * (4 * 32 * 2 + 2 * 8)
     assert report.entries == stored.entries - 92 + 20
     assert "of 100 tokens, 5,888 bytes per layer lie in host memory" in report.remark
+    # no more slots than groups
+    whole = inspect(tiny.model("llama"), method.replace(slots=512), 100)[1]
+    assert whole.bytes == report.bytes + (23 - 5) * (4 * 32 * 2 + 2 * 8)
     assert stored.host_bytes == 0
     # exact prompts take what dense attention takes
     exact = inspect(tiny.model("llama"), method.replace(prompt="exact"), 4096)[1]

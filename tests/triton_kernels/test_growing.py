@@ -11,7 +11,7 @@ from lanes import DEVICE
 from layers import CHANGES, Counting, draw, read
 from models import tiny
 from oracles import cases
-from step_states import SELECT
+from step_states import SELECT, check_slots
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import DynamicCache
 
@@ -19,7 +19,7 @@ import condense
 from condense.caches import CondensedLayer, cache_nbytes, store
 from condense.caches.ring import room_for
 from condense.caches.store import finish_writes
-from condense.ops import Extras, NewToken, decode_step
+from condense.ops import Extras, NewToken, StepState, decode_step
 from condense.ops.tensors.per_row import as_rows
 from condense.ops.triton.launch import Prepared
 from condense.state import SLACK
@@ -237,6 +237,20 @@ def test_a_step_allocates_and_starts_kernels(name, started):
             made_room += 1
             assert recalls or (set(others) == {"aten.constant_pad_nd.default"} and len(others) <= 4)
     assert made_room <= 2
+
+
+def test_slots_grow_with_the_groups():
+    """The bits of steps without slots; as many as groups, so a group that was open once stays in one."""
+    layers = [CondensedLayer(RECALL.replace(store="host", slots=n)) for n in (0, 40)]
+    held = {-1}
+    for i, (L, S) in enumerate(((66, 16), *[(1, 16)] * 7, *[(1, 32)] * 5)):
+        assert torch.equal(*(read_by(layer, draw_tokens(L, i)) for layer in layers))
+        buffers = StepState._make(x.cpu() for x in layers[1].buffers)
+        assert buffers.held.shape[2] == S
+        check_slots(buffers, 4)
+        before, held = held, set(buffers.held[0, 0].tolist())
+        assert before <= held
+    assert len(held) > 5
 
 
 @pytest.mark.parametrize("name", ["cca-window-0", "lca-9-queries", "dga-prompt", "lm-infinite", "dense"])

@@ -161,6 +161,7 @@ class RingState(Buffered):
         if entries > buffers.entries_k.shape[2]:
             M, names = self._entry_slots(entries), [name for name in entry_names(self.settings) if name != "store"]
             enlarged = {name: longer(getattr(buffers, name), M) for name in names}
+            enlarged |= self.store.more_slots(buffers, M)
             buffers = buffers._replace(store=self.store.longer(buffers, M), **enlarged)
         # a ring below its final size has never wrapped around: slot t holds position t, so padding the end is enough
         if buffers.ring_k.shape[2] < min(tokens, self._most_window):

@@ -76,6 +76,20 @@ class Store:
         longer[:, :, : store.shape[2]].copy_(store)
         return longer
 
+    def more_slots(self, buffers: StepState, groups: int) -> dict[str, Tensor]:
+        """The buffers that hold slots, by name, if with room for so many groups there are more of them; else none."""
+        choice, S = self.settings.choice, buffers.held.shape[-1]
+        added = 0 if choice is None else min(choice.store.slots, groups) - S
+        if added <= 0:
+            return {}
+        order = torch.arange(S, S + added, dtype=torch.int32, device=buffers.order.device)
+        return {
+            "slots": F.pad(buffers.slots, (0, 0, 0, added * self.settings.rule.chunk)),
+            "held": F.pad(buffers.held, (0, added), value=-1),
+            # empty slots are taken before any copy is given up
+            "order": torch.cat([order.expand(*buffers.order.shape[:2], -1), buffers.order], dim=2),
+        }
+
     def write(self, store: Tensor, start: int, tokens: Tensor) -> None:
         """Write ``tokens`` ``[B, K, n, width]`` to columns ``[start, start + n)`` of a store.
 

@@ -53,8 +53,9 @@ class Recall(Method):
     `as_steps` is the method that reads several tokens as the steps do.
 
     store: where caches keep the exact tokens of closed groups: "device", or "host", in pinned host memory. slots: for
-    "host", how many groups per KV head and row that were open lately are kept on the device too, >= 0. store_bits: 16
-    keeps these tokens as they are, 8 or 4 quantise a group when it closes; not for training.
+    "host", how many groups per KV head and row that were open lately are kept on the device too, >= 0; a cache with
+    room for fewer groups has as many slots. store_bits: 16 keeps these tokens as they are, 8 or 4 quantise a group when
+    it closes; not for training.
 
     keep: the share of a prompt's tokens that stay, those that the model needs to repeat it (`Reread`, whose ``share``
     it is; the last ``window`` tokens are among them). Groups are made of the tokens that stay. Below 1 the prompt comes

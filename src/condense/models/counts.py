@@ -69,7 +69,7 @@ def kept(method: Method, length: int) -> dict[Per, int]:
     exact = min(length, length - int(first_needed(method, length - SLACK)))
     counts = {Per.ENTRY: groups, Per.TOKEN: exact, Per.QUERY: tail, Per.FINE: fine_slots(method)}
     if layout.choice is not None:
-        g, slots = layout.rule.chunk, layout.choice.store.slots
+        g, slots = layout.rule.chunk, min(layout.choice.store.slots, groups)
         counts |= {Per.STORED: groups * g, Per.COPIED: slots * g, Per.SLOT: slots, Per.SUM: kept_sums(g)}
     return counts
 

@@ -52,7 +52,7 @@ class Field(NamedTuple):
 
 
 class StateSizes(NamedTuple):
-    """Sizes of keys and values of a layer and of what is kept: B, K, D and Dv, M, W, Q, N, T, F; settings have S."""
+    """Sizes of keys and values of a layer and of what is kept: B, K, D and Dv, M, W, Q, N, T, F."""
 
     rows: int
     heads: int
@@ -68,7 +68,8 @@ class StateSizes(NamedTuple):
         """The shape of a buffer."""
         if field.per is Per.ROW:
             return (self.rows, *field.width)
-        slots = 0 if settings.choice is None else settings.choice.store.slots
+        # a slot more than there can be groups would never be used
+        slots = 0 if settings.choice is None else min(settings.choice.store.slots, self.entries)
         counts = {
             Per.ENTRY: self.entries, Per.TOKEN: self.tokens, Per.QUERY: self.queries, Per.STORED: self.stored,
             Per.SLOT: slots, Per.COPIED: slots * settings.rule.chunk, Per.SUM: self.sums,
@@ -102,7 +103,8 @@ class StepState(NamedTuple):
     signs, steps: the groups' index, `condense.ops.recall.GroupIndex` with room for M.
     store ``[B, K, N, C]``, N >= M * g: the exact tokens of closed groups, left-aligned, as `StoreFormat` packs them: of
     16 bits a key and its value side by side, C = D + Dv. On the device of the other buffers or in pinned host memory.
-    slots ``[B, K, S * g, C]``: copies of groups that were open lately, for a store in host memory; S may be 0.
+    slots ``[B, K, S * g, C]``: copies of groups that were open lately, for a store in host memory. S is the settings'
+    number, or M if that is less; it may be 0.
     held int32 ``[B, K, S]``: the group in each slot, -1 for none. order int32 ``[B, K, S]``: all slots, the one whose
     group was open the longest ago first. A step reads an open group from its slot if it has one. The other open groups,
     in ascending order, each take the first slot of ``order`` whose group is not open now, while there is one. Then the

@@ -395,8 +395,8 @@ def _write(acc, total, m, part_ptr, lse_ptr, row, inside, FORM: gl.constexpr):
 def latent_groups_kernel(
     turned_ptr, signs_ptr, steps_ptr, store_ptr, base_ptr, groups_ptr, seen_ptr, real_ptr,
     part_ptr, lse_ptr, far_ptr, before_ptr, place_ptr, slots_ptr,
-    R, G, N, window, most_opened, least, part, of, splits, scale,
-    SLOTS: gl.constexpr, FORM: gl.constexpr, HAS_REAL: gl.constexpr, FAR: gl.constexpr,
+    R, G, N, window, most_opened, least, part, of, splits, slots, scale,
+    HAS_SLOTS: gl.constexpr, FORM: gl.constexpr, HAS_REAL: gl.constexpr, FAR: gl.constexpr,
 ):  # fmt: skip
     """Write attention to open groups: part float32 ``[B, R, splits, V]``, still rotated, and base-2 log-sum-exps
     ``[B, R, splits]``.
@@ -422,8 +422,8 @@ def latent_groups_kernel(
         steps_ptr, table, start = steps_ptr + b * G * columns[1], None, b * most_opened
     else:
         table, start = far_ptr + b * FAR.s_table, this.start
-    if SLOTS > 0:
-        place_ptr, slots_ptr = place_ptr + b * most_opened, slots_ptr + b * SLOTS * FORM.piece
+    if HAS_SLOTS:
+        place_ptr, slots_ptr = place_ptr + b * most_opened, slots_ptr + b * slots * FORM.piece
     kept = _Kept(groups_ptr + start, table, store_ptr, signs_ptr, steps_ptr, place_ptr, slots_ptr)
     base_ptr += 2 * start * R
     acc = ()
@@ -439,9 +439,9 @@ def latent_groups_kernel(
         weights = gl.allocate_shared_memory(gl.bfloat16, [HEADS, ROWS], _swizzled(16))
         row_of, heads = gl.arange(0, ROWS, _of_rows(2, FORM.D, W)), r[None, :]
         last = work.centres + work.tiles + work.centres - 1
-        if SLOTS > 0:
+        if HAS_SLOTS:
             _copy_new(kept, work, FORM, FAR)
-        tile = _load_tile(kept, work, 0, SLOTS > 0, FORM, FAR)
+        tile = _load_tile(kept, work, 0, HAS_SLOTS, FORM, FAR)
         for t in range(last + 1):
             token = t - work.centres
             are_tokens = (token >= 0) & (token < work.tiles)
@@ -454,7 +454,7 @@ def latent_groups_kernel(
             known = gl.load(of_group + (token >= work.tiles), mask=there & (token >= 0), other=0.0)
             s = _start_products(keys, queries)
             # the next tile is loaded while this one is multiplied
-            tile = _load_tile(kept, work, gl.minimum(t + 1, last), SLOTS > 0, FORM, FAR)
+            tile = _load_tile(kept, work, gl.minimum(t + 1, last), HAS_SLOTS, FORM, FAR)
             s = hopper.warpgroup_mma_wait(0, [s]) * unit
             if token < 0:
                 gl.store(of_group, s, mask=there)

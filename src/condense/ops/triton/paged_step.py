@@ -103,7 +103,7 @@ class PagedStep(NamedTuple):
         if state.ranks is not None:
             most = state.most_groups(self.settings.rule.chunk)
             choose, chosen = _of_all_heads(choose, chosen, before, most, state.ranks)
-        recall_step.CHOOSE.start(choose, chosen, (0 if slots is None else len(slots.held),))
+        recall_step.CHOOSE.start(choose, chosen, (0, 0) if slots is None else slots.held.shape[::2])
         if plan.opened is not None:
             recall_step.OPENED.start(plan.opened, opened, ())
         recall_step.ATTEND.start(plan.attend, attended, of_q)

@@ -100,7 +100,7 @@ class RecallKernels(PreparedStep):
         self._width, self._sizes, self._kept = call.latent or v.shape[3], plan.scratch, kept_of(call.state)
         self._rotation = rotation(q.shape[3], q.device, q.dtype)
         # the strides (1, 1) of the last kernel: `seen` and `real` are contiguous
-        strides = (*k.stride()[:2], *v.stride()[:2]), of_q, of_q, tuple(q.shape[:1]), (), of_q, (1, 1)
+        strides = (*k.stride()[:2], *v.stride()[:2]), of_q, of_q, call.state.held.shape[::2], (), of_q, (1, 1)
         launchers, (_, *plans) = (CLOSE, TURN, SCORE, CHOOSE, OPENED, ATTEND, JOIN), plan
         kernels = zip(launchers, plans, strides, strict=True)
         self._kernels = [None if launch is None else Prepared(kernel, launch, own) for kernel, launch, own in kernels]

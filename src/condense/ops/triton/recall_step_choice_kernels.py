@@ -21,14 +21,13 @@ class Ranking(NamedTuple):
     """The constants of a choice.
 
     groups: that a KV head has room for, as a power of two. halvings: times that this is halved for rows with fewer.
-    slots: of the store. slots_tile, open_tile, splits_tile, heads_tile: slots, open groups, for slots, splits of the
-    scores, and query heads that are read at once, as powers of two. crowded: there are more programs than
+    slots_tile, open_tile, splits_tile, heads_tile: slots, open groups, for slots, splits of the scores, and query heads
+    that are read at once, as powers of two; slots_tile 0 without slots. crowded: there are more programs than
     multiprocessors.
     """
 
     groups: int
     halvings: int
-    slots: int
     slots_tile: int
     open_tile: int
     splits_tile: int
@@ -165,14 +164,15 @@ def _still_held(records, held, slot, FAR: tl.constexpr):
 
 
 @triton.jit
-def _find_slots(lists, records, num_open, RANKING: tl.constexpr, FAR: tl.constexpr):
+def _find_slots(lists, records, slots, num_open, RANKING: tl.constexpr, FAR: tl.constexpr):
     """Write where each open group is read, int32: -1 in the store; ``2 * slot`` in a slot; ``2 * slot + 1`` in the
     store, and then copied into that slot. Update ``held`` and ``order`` as `condense.ops.step.StepState` says.
 
-    Threads of the program tell each other what they found through scratch memory. records: None for buffers.
+    Threads of the program tell each other what they found through scratch memory. records: None for buffers. slots:
+    their number.
     """
     s, i = tl.arange(0, RANKING.slots_tile), tl.arange(0, RANKING.open_tile)
-    is_slot, is_open = s < RANKING.slots, i < num_open
+    is_slot, is_open = s < slots, i < num_open
     slot = tl.load(lists.order + s, mask=is_slot, other=0)  # [slots_tile]
     held = tl.load(lists.held + slot, mask=is_slot, other=-1)
     if FAR is not None:
@@ -237,7 +237,7 @@ def recall_share_kernel(
 @triton.jit(do_not_specialize=("slot_rows", "least", "part", "of"))
 def recall_choose_kernel(
     score_ptr, top_ptr, total_ptr, seen_ptr, real_ptr, groups_ptr, place_ptr, held_ptr, order_ptr, slot_of_ptr,
-    used_ptr, free_ptr, before_ptr, far_ptr, stamps_ptr, tags_ptr, clock_ptr, slot_rows,
+    used_ptr, free_ptr, before_ptr, far_ptr, stamps_ptr, tags_ptr, clock_ptr, slot_rows, slots,
     K, R, G, S, window, most_opened, least, part, of,
     g: tl.constexpr, GROUPS: tl.constexpr, RANKING: tl.constexpr, HAS_REAL: tl.constexpr, EARLY: tl.constexpr,
     FAR: tl.constexpr,
@@ -246,8 +246,9 @@ def recall_choose_kernel(
     slots, also write where each of them is read.
 
     Grid (B * K,). Where all closed groups are opened, no scores are read. far: table of the pages of records, for which
-    lists of groups are ``[K, G]``, with those of a row from its ``start`` on; None for buffers. Slots of pages: of the
-    first ``slot_rows`` rows; stamps, tags, clock as `condense.ops.step.pages.PagedSlots` says, None without slots.
+    lists of groups are ``[K, G]``, with those of a row from its ``start`` on; None for buffers. slots: of a KV head;
+    in pages only the first ``slot_rows`` rows have some. stamps, tags, clock: as in
+    `condense.ops.step.pages.PagedSlots`, None without slots.
     """
     if RANKING.crowded:
         # programs that attend would share the multiprocessors with those that choose, and hold them up
@@ -267,10 +268,10 @@ def recall_choose_kernel(
         groups_ptr, slot_of_ptr = groups_ptr + kvh * G + this.start, slot_of_ptr + kvh * G + this.start
         # scores of the row's groups, and from one query head to the next
         score_ptr, stride = score_ptr + kvh * R * G + this.start, G
-    slots = head * RANKING.slots
+    first_slot = head * slots
     lists = _Lists(
-        groups_ptr, place_ptr + head * most_opened, held_ptr + slots, order_ptr + slots, slot_of_ptr, used_ptr + slots,
-        free_ptr + slots,
+        groups_ptr, place_ptr + head * most_opened, held_ptr + first_slot, order_ptr + first_slot, slot_of_ptr,
+        used_ptr + first_slot, free_ptr + first_slot,
     )  # fmt: skip
     num_open = wanted_groups(closed, most_opened, least, part, of)
     if num_open == closed:
@@ -284,15 +285,15 @@ def recall_choose_kernel(
             is_least = (closed > RANKING.groups >> halved + 1) | (halved == RANKING.halvings)
             if (closed <= RANKING.groups >> halved) & is_least:
                 _rank(lists, scores, num_open, closed, RANKING.groups >> halved, RANKING)
-    if RANKING.slots > 0:
+    if RANKING.slots_tile > 0:
         # all threads of the program read what the others stored
         tl.debug_barrier()
         if FAR is None:
-            _find_slots(lists, None, num_open, RANKING, FAR)
+            _find_slots(lists, None, slots, num_open, RANKING, FAR)
         elif b < slot_rows:
             stamps_ptr += head_rows(stamps_ptr, head, kvh, G, 1, FAR)
-            records = _Records(tags_ptr + 2 * slots, stamps_ptr, far_ptr + b * FAR.s_table, closed)
-            _find_slots(lists, records, num_open, RANKING, FAR)
+            records = _Records(tags_ptr + 2 * first_slot, stamps_ptr, far_ptr + b * FAR.s_table, closed)
+            _find_slots(lists, records, slots, num_open, RANKING, FAR)
         else:
             i = tl.arange(0, RANKING.open_tile)
             tl.store(lists.place + i, tl.full(i.shape, -1, tl.int32), mask=i < num_open)

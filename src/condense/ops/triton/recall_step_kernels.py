@@ -283,8 +283,8 @@ def recall_attend_kernel(
     base_ptr, groups_ptr, place_ptr, centre_ptr, centre_top_ptr, centre_total_ptr, seen_ptr, real_ptr, part_ptr,
     lse_ptr, near_ptr, far_ptr, before_ptr,
     s_qb, s_qh, K, R, G, W, N, num_sums, window, most_opened, least, part, of, own, ahead, mean_tiles, s_centre, splits,
-    scale,
-    SLOTS: tl.constexpr, FORM: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
+    slots, scale,
+    HAS_SLOTS: tl.constexpr, FORM: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
     APART: tl.constexpr, HAS_REAL: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr, EARLY: tl.constexpr,
     NEAR: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
@@ -349,7 +349,7 @@ def recall_attend_kernel(
     lo, hi = _share(tiles, in_ring, tl.maximum(split - own, 0), S - own)
     hi = tl.where(split < own, lo, hi)
     BY_LANES: tl.constexpr = EARLY and q_ptr.dtype.element_ty.is_bf16() and BR <= 8
-    LANES: tl.constexpr = BY_LANES and lane_tokens.fits(FORM.bits, g, D, DV, BN, SLOTS)
+    LANES: tl.constexpr = BY_LANES and lane_tokens.fits(FORM.bits, g, D, DV, BN, HAS_SLOTS)
     oldest = first % W
     if NEAR is not None:
         # found one tile ahead, so that keys need not wait for tables
@@ -402,7 +402,7 @@ def recall_attend_kernel(
     columns: tl.constexpr = index_widths(g, D)
     signs_ptr += address.head_rows(signs_ptr, head, kvh, G, columns[0], FAR)
     steps_ptr += address.head_rows(steps_ptr, head, kvh, G, columns[1], FAR)
-    slots_ptr += head * SLOTS * FORM.piece
+    slots_ptr += head * slots * FORM.piece
     # a tile has T tokens of each of BG groups
     T: tl.constexpr = stores.tokens_of_tile(g, BN)
     BG: tl.constexpr = BN // T
@@ -443,7 +443,7 @@ def recall_attend_kernel(
             signs, steps = _of_group(signs_ptr, row, columns[0], FAR), _of_group(steps_ptr, row, columns[1], FAR)
             pieces = stores.Pieces(piece, piece, n < 0, signs, steps)
             row = _open_groups(opened, (tile + 1) // PARTS * BG + n, FAR)
-            if SLOTS > 0:
+            if HAS_SLOTS:
                 # `_find_slots` of `recall_step_choice_kernels` explains these numbers
                 found = tl.load(place_ptr + at, mask=at < count, other=-1)
                 slot = slots_ptr + (found >> 1).to(tl.int64) * FORM.piece
@@ -455,14 +455,14 @@ def recall_attend_kernel(
                 at = tile // PARTS * BG + lane // T
                 there = (r < R)[None, :] & (at < behind)[:, None]
                 base = tl.load(base_ptr[None, :] + at[:, None], mask=there, other=0.0)  # [BN, BR]
-                words = stores.load_words(pieces, start, T, q[0].dtype, FORM, SLOTS > 0, EARLY)
+                words = stores.load_words(pieces, start, T, q[0].dtype, FORM, HAS_SLOTS, EARLY)
                 s = _scores(q, words.k, PRECISION) * words.unit[:, None] + base
                 s = soft_cap(s * scale, CAP)[0] + offset[:, None]
                 softmax, p, alpha = _add(softmax, s, words.v, words.step, PRECISION)
                 # weighted middles of values, to be added to all columns
                 shift = shift * alpha[None, :] + p * (words.zero + MIDDLE * words.step)[:, None]
             else:
-                k, v = stores.load_groups(pieces, start + token, q[0].dtype, FORM, SLOTS > 0)  # [BN, D], [BN, V]
+                k, v = stores.load_groups(pieces, start + token, q[0].dtype, FORM, HAS_SLOTS)  # [BN, D], [BN, V]
                 softmax = _add_keys(softmax, q, k, v, offset, scale, CAP, PRECISION)
         if WORDS:
             # in all parts

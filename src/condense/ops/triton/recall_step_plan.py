@@ -125,18 +125,18 @@ def plan_of(shape: StepShape) -> Plan:
         ),
         (
             (splits.ahead, B, cdiv(R, latent_groups.HEADS.value)),
-            (R, row, N, window, *of_quota, joined, scale),
-            (S, form, has_real, far),
+            (R, row, N, window, *of_quota, joined, S, scale),
+            (S > 0, form, has_real, far),
             tiles.opened.options | chained,
         ) if tiles.opened is not None else None,
         (
             (splits.attend, B * K, cdiv(R, tiles.heads)),
             (
                 K, R, row, W, N, T, window, *of_quota, splits.own, splits.ahead, splits.mean_tiles,
-                GROUPS if far is None else row, S0, scale,
+                GROUPS if far is None else row, S0, S, scale,
             ),
             (
-                S, form, tiles.heads, tiles.attend.rows, BM, is_apart, has_real, precision, softcap * LOG2E, early,
+                S > 0, form, tiles.heads, tiles.attend.rows, BM, is_apart, has_real, precision, softcap * LOG2E, early,
                 near, far,
             ),
             tiles.attend.options | chained,
@@ -156,7 +156,7 @@ def _ranking_of(shape: StepShape, groups: int, r: int, splits: int) -> tuple[Ran
     crowded = device.type == "cuda" and gpu_of(device).multiprocessors < B * K
     warps = max(4, min(16, power_of_2(max(groups // (_OF_THREAD << crowded), slots)) // 32))
     ranking = Ranking(
-        groups, max(0, (groups // _FEW_RANKED).bit_length() - 1), slots, power_of_2(max(slots, 1)),
+        groups, max(0, (groups // _FEW_RANKED).bit_length() - 1), power_of_2(slots) if slots else 0,
         power_of_2(max(r, 1)) if slots else 1, power_of_2(max(splits, _LEAST_SPLITS)),
         max(1, min(16, power_of_2(H // K), _SCORES_OF_THREAD * 32 * warps // groups)), crowded,
     )  # fmt: skip

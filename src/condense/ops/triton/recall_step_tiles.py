@@ -145,7 +145,7 @@ def tiles_of(shape: StepShape, form: Form) -> StepTiles:
     if latent_groups.fits(is_hopper, form, dtype, softcap):
         many = B * cdiv(R, latent_groups.HEADS.value) >= _MANY_OF_LATENTS
         opened = _OPENED[many] if D > 288 else _NARROW_OPENED
-    in_lanes = lane_tokens.fits(form.bits, g, D, form.DV, attend.rows, shape.slots)
+    in_lanes = lane_tokens.fits(form.bits, g, D, form.DV, attend.rows, shape.slots > 0)
     if early and dtype == torch.bfloat16 and few_heads and in_lanes:
         # these load the next tile themselves, for which they need more registers
         attend_heads = cdiv(R, lane_heads) * lane_heads

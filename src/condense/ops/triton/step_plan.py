@@ -91,7 +91,7 @@ class StepShape(NamedTuple):
     def of(cls, call: StepCall) -> Self:
         """Return the shape of a step over buffers."""
         (q, *_, real, _), state, settings, scale, latent, extras = call
-        sizes, slots = sizes_of(state, settings), 0 if settings.choice is None else settings.choice.store.slots
+        sizes, slots = sizes_of(state, settings), 0 if settings.choice is None else state.held.shape[2]
         scores, number = (scale, extras.softcap), settings.number
         return cls(q.device, q.dtype, q.shape[1], sizes, latent, scores, number, real is not None, slots)
 

@@ -31,9 +31,9 @@ _LESS = tl.constexpr(31)
 
 
 @triton.constexpr_function
-def fits(bits, g, D, DV, BN, SLOTS):
-    """Whether open groups in bfloat16 are read so. BN: tokens of a tile; SLOTS: of the store."""
-    return bits == 4 and g == BN == 16 and D == DV == 128 and SLOTS == 0
+def fits(bits, g, D, DV, BN, HAS_SLOTS):
+    """Whether open groups in bfloat16 are read so. BN: tokens of a tile; HAS_SLOTS: the store has some."""
+    return bits == 4 and g == BN == 16 and D == DV == 128 and not HAS_SLOTS
 
 
 class LaneQueries(NamedTuple):
