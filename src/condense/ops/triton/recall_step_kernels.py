@@ -333,7 +333,7 @@ def recall_attend_kernel(
     # matrix units take rows by 16 and columns by 8, and few query heads share a KV head: keys are the rows
     acc = [tl.trans(x) for x in zeros(BR, FORM.V0, FORM.V1)]  # [V, BR]
     softmax = Softmax(acc, tl.full([BR], float("-inf"), tl.float32), tl.zeros([BN, BR], tl.float32))
-    if BM > 0:
+    if BM > 0:  # noqa: SIM102 - known when the kernel is compiled
         if split == S - 1:
             scores, of_head = ((head if FAR is None else kvh) * R + r) * s_centre + this.start, head * R * splits
             centres = Centres(centre_ptr + scores, centre_top_ptr + of_head, centre_total_ptr + of_head, splits)
