@@ -77,7 +77,7 @@ def test_changes_of_an_empty_layer_and_crop_of_nothing():
     layer.crop(-3)
     for change, _ in CHANGES.values():
         change(layer)
-    assert layer.state is layer.keys is layer.values is None
+    assert layer.state is None
     read(layer, draw(20))
     past = layer.state
     layer.crop(0)
@@ -140,4 +140,3 @@ def test_contract():
     flags = layer.is_compileable, layer.is_croppable, layer.is_sliding, layer.is_initialized
     assert flags == (False, True, False, True)
     assert (layer.get_seq_length(), layer.get_mask_sizes(5), layer.get_max_length()) == (40, (45, 0), -1)
-    assert layer.keys.shape == layer.values.shape

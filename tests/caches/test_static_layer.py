@@ -191,13 +191,13 @@ def test_contract():
     flags = layer.is_compileable, layer.is_croppable, layer.is_sliding, layer.is_initialized
     assert flags == (True, False, False, False)
     assert (layer.get_seq_length(), layer.get_max_length(), layer.get_max_cache_shape()) == (0, 50, 50)
-    assert layer.keys is layer.values is None
+    assert layer.buffers is None
     layer.lazy_initialization(*_qkv(0)[1:])  # as transformers' early_initialization does
     assert (layer.is_initialized, layer.batch_size) == (True, B)
     read(layer, _qkv(20))
     assert layer.get_seq_length() == 20
     assert layer.get_mask_sizes(1) == layer.get_mask_sizes(7) == (50, 0)
-    assert layer.keys.shape == layer.values.shape == (B, K, tiny.G + tiny.W, D)
+    assert layer.buffers.ring_k.shape == layer.buffers.ring_v.shape == (B, K, tiny.G + tiny.W, D)
 
 
 REFUSED = {

@@ -210,7 +210,7 @@ def test_a_decoder_gives_the_tokens_of_generate_prompt_after_prompt(model, reque
         for ids, mask in prompts if chunk is None else prompts[:1]:
             want = _wanted(model, ids, ones[:, : ids.shape[1]] if mask is None else mask)
             assert torch.equal(tiny.decoded(decoder, ids, mask, max_new_tokens=NEW, chunk=chunk), want)
-            states = (getattr(layer, "state", None) or (layer.keys,) for layer in decoder.cache.layers)
+            states = (getattr(layer, "state", None) or (layer.buffers.ring_k,) for layer in decoder.cache.layers)
             addresses.add(tuple(x.data_ptr() for state in states for x in state))
     assert len(addresses) == 1
 

@@ -132,7 +132,7 @@ def test_autocast_trains_and_generates(name):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         cache = tiny.filled(model, IDS)
         assert tiny.generate(model, IDS).shape == (2, tiny.LENGTH + tiny.NEW)
-    assert cache.layers[0].keys.dtype == torch.bfloat16
+    assert cache.layers[0].state.window_k.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])

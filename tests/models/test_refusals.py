@@ -145,6 +145,14 @@ def test_a_condensed_cache_in_a_stock_model(model):
     torch.testing.assert_close(rest, tiny.logits(model, IDS)[:, 30:], **tiny.EXACT)
 
 
+@pytest.mark.parametrize("read", [list, lambda cache: cache.layers[1].keys, lambda cache: cache.layers[1].values])
+def test_keys_and_values_that_are_taken_out_of_a_cache(model, read):
+    """As for a cache by hand: those of the window alone would pass for those of all tokens."""
+    cache = tiny.filled(model, IDS)
+    tiny.refused("no keys and values of all tokens .* give the cache itself to the model", read, cache)
+    assert cache.get_seq_length() == 40
+
+
 CAUSAL = torch.ones(40, 40, dtype=torch.bool).tril().expand(2, 1, 40, 40)
 NO_PADDING = "attention_mask must be a padding mask"
 MASKS = {

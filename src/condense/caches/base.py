@@ -1,13 +1,13 @@
 """The arguments of ``read``, the part of transformers' cache contract that growing and static layers share, what static
 layers know of the tokens to come, and the memory that a cache holds.
 
-Shapes: B rows, K KV heads, L new tokens, N exact tokens, D and Dv widths.
+Shapes: B rows, K KV heads, L new tokens, D and Dv widths.
 """
 
 from abc import abstractmethod
 from collections.abc import Iterator
 from enum import Enum, auto
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -53,6 +53,13 @@ def refuse_others(rows: int, dtype: torch.dtype, k: Tensor) -> None:
             f"condensed cache: wanted {dtype}, for which it was made, got {k.dtype}; make a new cache, and use "
             "autocast in all calls or in none"
         )
+
+
+def _refuse_tensors(layer: CacheLayerMixin) -> NoReturn:
+    raise ValueError(
+        "a condensed cache has no keys and values of all tokens to take out: give the cache itself to the model, or "
+        "call condense.restore(model) and read the tokens into a new one"
+    )
 
 
 class CondensedCacheLayer(CacheLayerMixin):
@@ -146,10 +153,6 @@ class CondensedCacheLayer(CacheLayerMixin):
     def check_crop(self, tokens_to_remove: int) -> int:
         """The number of tokens that ``crop`` takes back. Raises ValueError if it cannot take back so many."""
 
-    @abstractmethod
-    def exact_tokens(self) -> tuple[Tensor | None, Tensor | None]:
-        """Keys ``[B, K, N, D]`` and values ``[B, K, N, Dv]`` of the window, None before the first tokens."""
-
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, request: object = None, **kwargs: Any
     ) -> tuple[Context, None]:
@@ -161,9 +164,8 @@ class CondensedCacheLayer(CacheLayerMixin):
             )
         return self.read(key_states, value_states, request), None
 
-    # setting them, as the base class does, does nothing
-    keys = property(lambda self: self.exact_tokens()[0], lambda self, value: None)
-    values = property(lambda self: self.exact_tokens()[1], lambda self, value: None)
+    # what iterating over a DynamicCache reads; setting them, as the base class does, does nothing
+    keys = values = property(_refuse_tensors, lambda self, value: None)
 
     def get_max_cache_shape(self) -> int:
         """``get_max_length``, by its name up to transformers 5.17."""

@@ -145,11 +145,6 @@ class CondensedLayer(CondensedCacheLayer):
         self._num_slots += L
         self._num_real_slots = self._num_real_slots + L if trailing == L else trailing
 
-    def exact_tokens(self) -> tuple[Tensor | None, Tensor | None]:
-        """Keys ``[B, K, N, D]`` and values ``[B, K, N, Dv]`` of the window."""
-        state = self.state
-        return (None, None) if state is None else (state.window_k, state.window_v)
-
     def get_seq_length(self) -> int:
         """Tokens seen, padding included: positions and masks continue from this number."""
         return self._num_slots

@@ -198,10 +198,6 @@ class StaticCondensedLayer(Buffered, CondensedCacheLayer):
             first = FirstEntries.of(*self.buffers.first.to("cpu", copy=True).T)
         return self._read_state(seen, first, max_row(seen), max_row(seen))
 
-    def exact_tokens(self) -> tuple[Tensor | None, Tensor | None]:
-        """Keys ``[B, K, W, D]`` and values ``[B, K, W, Dv]``, rings."""
-        return (None, None) if self.buffers is None else (self.buffers.ring_k, self.buffers.ring_v)
-
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """The mask has a column for every slot that there will ever be."""
         return self.max_cache_len, 0
