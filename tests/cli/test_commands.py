@@ -58,6 +58,7 @@ BAD = [
     (("compare", "--model", "./missing"), "model: no such folder"),
     (("compare", "--dtype", "int4"), "dtype must be one of"),
     (("compare", "--device", "abacus"), "device must be one that can be used here (cpu"),
+    (("compare", "--device", "mps"), "device must have float64"),
     (("inspect", "--method", "recall@2", "--method", "cca@2"), "layers 2 are named twice"),
     (("generate", "a", "--method", "@a.json", "--method", "cca@rest"), "stands alone, got @a.json cca@rest"),
     (("compare", "--json", "."), "json"),

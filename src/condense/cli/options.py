@@ -72,13 +72,16 @@ def parse_device(name: str | None) -> torch.device:
     """The device of that name, by default CUDA if there is one. Raises ValueError if it cannot be used."""
     import torch
 
+    from condense.ops.checks import check_float64
+
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
+        check_float64(device)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        usable = "cpu, cuda" if torch.cuda.is_available() else "cpu"  # and not MPS, which has no float64
+        usable = "cpu, cuda" if torch.cuda.is_available() else "cpu"
         raise ValueError(f"device must be one that can be used here ({usable}), got {name!r}") from error
     return device
 
