@@ -78,7 +78,7 @@ def _other_method(model, layers=None, num_empty=0):
 SLIDING = partial(DynamicSlidingWindowLayer, sliding_window=8)
 NOT_CONDENSED, SLIDES = "cannot be condensed: use a plain DynamicCache", tiny.config("mistral-sliding")
 DENSE_ENTRIES = r"already holds dense entries .* give the model a new cache: none, or DynamicCache\("
-OTHER = "already holds tokens condensed by CCA.*summary='streaming'"
+OTHER = "already holds tokens condensed by CCA, with other settings; give the model a new cache$"
 CACHES = {
     "offloaded-static": (_offloaded, "offloaded static caches cannot be condensed: leave offloading out"),
     "sliding-static": (lambda m: StaticCache(SLIDES, 128), f"a StaticSlidingWindowLayer {NOT_CONDENSED}"),

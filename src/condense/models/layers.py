@@ -106,9 +106,10 @@ def _is_ready(layer: CacheLayerMixin, method: Method) -> bool:
             "call condense.restore(model) first"
         )
     if layer.get_seq_length() > 0 and condensed:
-        raise ValueError(
-            f"the cache already holds tokens condensed by {layer.method}; give the model a new cache, for {method}"
-        )
+        # no settings are named: those of a first layer nobody gave
+        held, new = type(layer.method).__name__, type(method).__name__
+        other = "with other settings" if held == new else f"not {new}"
+        raise ValueError(f"the cache already holds tokens condensed by {held}, {other}; give the model a new cache")
     if layer.get_seq_length() > 0:
         # no method is named: nobody chose that of a layer with a sliding window
         raise ValueError(
