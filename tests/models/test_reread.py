@@ -319,11 +319,13 @@ def test_kinds_of_tokens_are_repeated(method):
     torch.testing.assert_close(*logits, **tiny.EXACT)
 
 
-def test_what_cannot_be_given_to_pieces_is_refused(monkeypatch):
-    """As pictures that a decoder adds in several layers, or inserts itself."""
-    model, ids = condense.apply(tiny.model("llama"), METHOD), tiny.tokens(1, 40)
+@pytest.mark.parametrize("method", [METHOD, KEPT], ids=type)
+def test_what_cannot_be_given_to_pieces_is_refused(monkeypatch, method):
+    """As pictures that a decoder adds in several layers, or inserts itself; by the class that was given."""
+    model, ids = condense.apply(tiny.model("llama"), method), tiny.tokens(1, 40)
     monkeypatch.setattr(reread, "_OWN", reread._OWN - {"position_ids"})
-    tiny.refused("parts of position_ids: use inputs_embeds", model, ids, position_ids=torch.arange(40)[None])
+    said = f"^{type(method).__name__} reads .* parts of position_ids: use inputs_embeds"
+    tiny.refused(said, model, ids, position_ids=torch.arange(40)[None])
     model(ids[:, :5], position_ids=torch.arange(5)[None])  # all of it stays
 
 

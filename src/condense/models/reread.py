@@ -168,7 +168,7 @@ def _evict(decoder: PreTrainedModel, given: Mapping[str, Any], cache: Any, waiti
         for i, (k, _) in prompts.items()
     }
     if any(method.num_kept(n) < n for n in tokens.tolist()):
-        _check_given(decoder, given, method)
+        _check_given(decoder, given, layers[waiting[0]].method)
         _score(decoder, given, inputs, real, prompts, scores, method)
     kept, counts = method.chosen([*scores.values()], tokens)
     del prompts  # each layer frees its own
@@ -176,14 +176,18 @@ def _evict(decoder: PreTrainedModel, given: Mapping[str, Any], cache: Any, waiti
         layer.keep(of_layer, count)
 
 
-def _check_given(decoder: nn.Module, given: Mapping[str, Any], method: Reread) -> None:
-    """Raise ValueError for tensors among the arguments of a forward of which a piece cannot be given its part."""
+def _check_given(decoder: nn.Module, given: Mapping[str, Any], method: Method) -> None:
+    """Raise ValueError for tensors among the arguments of a forward of which a piece cannot be given its part.
+
+    method: of a layer, for errors.
+    """
     tensors = {name for name, x in given.items() if any(isinstance(leaf, Tensor) for leaf in tree_leaves(x))}
     tensors |= hook_arguments(decoder) & {"alora_offsets"}  # where adapters of PEFT begin in the prompt
     if others := tensors - {*_INPUTS} - _OWN - {CACHE, "past_key_values", "kwargs"}:
         raise ValueError(
-            f"{method} reads a prompt again in pieces, for which {type(decoder).__name__} cannot be given parts of "
-            f"{', '.join(sorted(others))}: use inputs_embeds that hold them, or a method that keeps all tokens"
+            f"{type(method).__name__} reads a prompt again in pieces, for which {type(decoder).__name__} cannot be "
+            f"given parts of {', '.join(sorted(others))}: use inputs_embeds that hold them, or a method that keeps all "
+            "tokens"
         )
 
 
