@@ -41,6 +41,7 @@ REFUSED = [
     (["--method", "dga", "-tp", "3"], "model.generate; --tensor-parallel-size must divide the model's 2 KV heads"),
     (["--method", "recall-host", "-pp", "2"], "--pipeline-parallel-size is served only if all layers are condensed"),
     (["--method", "cca@0-1", "--pipeline-parallel-size=2"], "use --tensor-parallel-size"),
+    (["--method", "recall-host", "--enable-sleep-mode"], "--enable-sleep-mode is not served with tokens in host"),
 ]
 OF_LATENTS = [
     (["--method", "recall", "-tp", "2"], "must be 1 for Recall on latents (MLA) whose prompts choose groups, got 2"),
@@ -106,7 +107,7 @@ def overrides(command):
 
 def test_a_saved_model_is_served_as_it_was_saved(serve, saved):
     # of flags for weights in FP8 too nothing is refused
-    flags = ["--port", "8123", "--enable-prefix-caching", "--quantization", "fp8", "--kv-cache-dtype", "bfloat16"]
+    flags = ["--port", "8123", "--enable-sleep-mode", "--quantization", "fp8", "--kv-cache-dtype", "bfloat16"]
     command, err = serve(saved, *flags)
     assert command[:5] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(saved)]
     assert command[-7:] == flags

@@ -16,7 +16,8 @@ class EngineSettings:
     shared_context: ranks share the tokens of a request. microbatches: a batch is run in halves. dense_latents: numbers
     of layers on latents that are not condensed. choosing_latents: tokens of prompts choose groups of latents.
     adapted_latents, adapted_gpt_oss: such a model gets LoRA adapters. uneven_stages: those of a pipeline have layers
-    whose pages differ. dual_chunks: queries get several rotations, by the chunk that a key is in.
+    whose pages differ. dual_chunks: queries get several rotations, by the chunk that a key is in. sleeping_host: tokens
+    lie in host memory, and the engine may be put to sleep.
     """
 
     version: str | None
@@ -36,6 +37,7 @@ class EngineSettings:
     adapted_gpt_oss: bool = False
     uneven_stages: bool = False
     dual_chunks: bool = False
+    sleeping_host: bool = False
 
 
 GPT_OSS = "gpt_oss"  # a `model_type`
@@ -69,6 +71,10 @@ _UNSERVED = {
     "dual_chunks": (
         "dual_chunk_attention_config in the model's configuration is not served with condensed models: remove it from "
         "config.json"
+    ),
+    "sleeping_host": (
+        "--enable-sleep-mode is not served with tokens in host memory, which stay there, and their slots on the GPU, "
+        "while vLLM sleeps: leave it out, or use store='device', as recall-device does"
     ),
 }
 

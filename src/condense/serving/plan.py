@@ -73,6 +73,11 @@ class ServingPlan:
         return settings.rule, self.ring_slots, settings.entry_bits, settings.matched, store
 
     @property
+    def on_host(self) -> bool:
+        """True if the exact tokens of closed groups lie in host memory."""
+        return self.settings.choice is not None and self.settings.choice.store.on_host
+
+    @property
     def takes_back(self) -> bool:
         """True if tokens that were read can be taken back, as drafts are that a model does not agree with.
 

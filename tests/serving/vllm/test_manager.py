@@ -151,6 +151,13 @@ def test_flags_that_are_refused(flags, words):
         check_engine(engine_settings(config, [serving_plan(x) for x in (POOLED, condense.Recall(prompt="exact"))]))
 
 
+@pytest.mark.parametrize("name", ["recall-device", "recall-host"])
+def test_sleep_is_refused_with_tokens_in_host_memory(config, monkeypatch, name):
+    monkeypatch.setattr(config.model_config, "enable_sleep_mode", True)  # which vLLM itself refuses on a CPU
+    refused = engine_settings(config, [serving_plan(condense.Method.parse(name))]).sleeping_host
+    assert refused is (name == "recall-host")
+
+
 @pytest.mark.parametrize("name", SETTINGS)
 def test_groups(config, name):
     """One table of blocks for all that is kept, one or few for each window, one for rings; little is left empty."""

@@ -128,7 +128,9 @@ def _settings_in(config: Any, flags: list[str]) -> EngineSettings:
         ("--prefill-context-parallel-size", "-pcp"), ("--pipeline-parallel-size", "-pp"),
         ("--spec-method",), ("--spec-model",), ("--ubatch-size",),
     )  # fmt: skip
-    switches = ("--disable-hybrid-kv-cache-manager",), ("--enable-dbo",), ("--enable-lora",)
+    switches = (
+        ("--disable-hybrid-kv-cache-manager",), ("--enable-dbo",), ("--enable-lora",), ("--enable-sleep-mode",),
+    )  # fmt: skip
     # a missing value is for vLLM to refuse
     given = vars(_read_flags(flags, *valued, nargs="?")) | vars(_read_flags(flags, *switches, action="store_true"))
 
@@ -170,6 +172,7 @@ def _settings_in(config: Any, flags: list[str]) -> EngineSettings:
         adapted_gpt_oss=text.model_type == GPT_OSS and given["enable_lora"],
         uneven_stages=number("pipeline_parallel_size") > 1 and len({p.pages for p in plans} | dense) > 1,
         dual_chunks=hasattr(text, "dual_chunk_attention_config"),
+        sleeping_host=given["enable_sleep_mode"] and any(plan.on_host for plan in plans),
     )
 
 

@@ -119,6 +119,7 @@ def engine_settings(
         adapted_gpt_oss=config.lora_config is not None and config.model_config.hf_text_config.model_type == GPT_OSS,
         uneven_stages=parallel.pipeline_parallel_size > 1 and len({p.pages for p in plans} | {*dense}) > 1,
         dual_chunks=hasattr(config.model_config.hf_text_config, "dual_chunk_attention_config"),
+        sleeping_host=config.model_config.enable_sleep_mode and any(plan.on_host for plan in plans),
     )
 
 
