@@ -139,6 +139,20 @@ def test_export_of_a_forward_without_a_cache(one_layer):
         torch.testing.assert_close(*(each(input_ids=ids, use_cache=False).logits for each in (exported, one_layer)))
 
 
+def test_an_exported_length_is_fixed(one_layer):
+    """A dynamic one is refused by PyTorch, with the way out; one that may be either is exported as it is."""
+    given, auto = {"input_ids": tiny.tokens(), "use_cache": False}, torch.export.Dim.AUTO
+
+    def export(dim):
+        shapes = {"input_ids": {1: dim}, "use_cache": None}
+        return torch.export.export(one_layer, (), given, dynamic_shapes=shapes, strict=False)
+
+    with torch.no_grad():
+        torch.testing.assert_close(export(auto).module()(**given).logits, one_layer(**given).logits)
+    with pytest.raises(torch._dynamo.exc.UserError, match=r"specialized it to be a constant .*Dim\.STATIC"):
+        export(torch.export.Dim("L", min=4, max=100))
+
+
 def test_fields_that_take_no_argument_come_after_positional_ones():
     """Dynamo of PyTorch 2.11 gives positional arguments of frozen dataclasses to these fields too."""
     names = [module.name for module in pkgutil.walk_packages(condense.ops.__path__, "condense.ops.")]

@@ -193,7 +193,8 @@ class RuleSpans(SharedByLayers):
 
     def hulls(self, blocks: Sequence[tuple[int, int]]) -> list[list[Hull]]:
         """For each block ``(start, stop)`` of queries the hull of every source, as ints on the host."""
-        key = tuple(blocks)
+        # of a length that torch.export holds open, which this fixes: its own error then says so
+        key = tuple((int(start), int(stop)) for start, stop in blocks)
         return self.once(key, lambda: self._hulls(key))
 
     def _hulls(self, blocks: Sequence[tuple[int, int]]) -> list[list[Hull]]:
