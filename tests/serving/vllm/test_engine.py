@@ -1,6 +1,7 @@
 """Condensed models in vLLM give the tokens of generate, however their prompts are read and whatever else runs."""
 
 import pytest
+import torch
 from fresh import run
 from small_models import condensed, prompts_of, random_latents, random_llama
 from vllm import LLM, SamplingParams
@@ -115,6 +116,25 @@ def test_a_request_that_is_given_up(chunked, wanted):
         if not engine.has_unfinished_requests():
             break
     assert done == {"c": wanted[2]}
+
+
+def test_steps_without_a_request_write_to_no_page_of_one(chunked, wanted):
+    """As an idle rank does them where data is parallel; pages of earlier requests stay in the prefix cache."""
+    assert chunked.tokens(prompts_of(LENGTHS), NEW) == wanted
+    llm = chunked.llm.llm_engine
+    context = llm.vllm_config.compilation_config.static_forward_context.values()
+    pages = [x for layer in context for x in (layer.kv_cache, getattr(layer, "store", None)) if x is not None]
+    for x in pages:
+        x[0].zero_()  # which belongs to nobody
+    before = [x.clone() for x in pages]
+    # on a CPU, which has no graphs, only so with attention
+    given = {"uniform_decode": True, "force_attention": True, "is_graph_capturing": True}
+    llm.engine_core.engine_core.model_executor.collective_rpc(lambda worker: worker.model_runner._dummy_run(1, **given))
+    assert all(torch.equal(x[1:], old[1:]) for x, old in zip(pages, before, strict=True))
+    assert any(x[0].any() for x in pages)
+    outputs = chunked.generate(prompts_of(LENGTHS), NEW)
+    assert [list(output.outputs[0].token_ids) for output in outputs] == wanted
+    assert outputs[0].num_cached_tokens > 0
 
 
 def test_whole_prompts(engine, model, folder, wanted):

@@ -66,6 +66,15 @@ class CondensedMetadataBuilder(AttentionMetadataBuilder[CondensedMetadata]):
         new = NewTokens(starts, lengths.tolist(), batch.seq_lens, next(longer, len(starts) - 1))
         return CondensedMetadata(new, batch.block_table_tensor)
 
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> CondensedMetadata:
+        """Return the metadata of a step without requests, which is given page 0 alone.
+
+        vLLM's older runner may leave pages of requests that are done in the tables of such a step, as an idle rank runs
+        it where data is parallel: it says by slots, which are not used here, that nothing is to be written.
+        """
+        common_attn_metadata.block_table_tensor.zero_()
+        return super().build_for_cudagraph_capture(common_attn_metadata)
+
     def _say_concurrency(self) -> None:
         """Log how many of the longest requests the blocks hold.
 
