@@ -240,13 +240,14 @@ def test_trials_read_the_ends_of_prompts(method, length, up, has_step, monkeypat
 
 def test_a_page_holds_what_records_leave_out():
     memory, whole = HostMemory(KEPT, ranks=1), record_format(KEPT[0].plan.settings, (16, 32), torch.float32)
-    device, four, eight, *others = (memory.pages_of(str(i), x, PAGES, 10**9) for i, x in enumerate(KEPT))
+    memory.measure(10**9)
+    device, four, eight, *others = (memory.pages_of(layer, PAGES) for layer in KEPT)
     assert device is None
     assert others == [None, None]
     assert four.shape == (10, 2, FAR // 4, whole.nbytes - KEPT[1].slot_bytes)
     assert four[0].nbytes + eight[0].nbytes == host_bytes(KEPT)
     # where an engine pads pages to one size, a page is as large as several
-    assert memory.pages_of("1", KEPT[1], PAGES.repeat(1, 1, 3, 1), 10**9).nbytes == 3 * four.nbytes
+    assert memory.pages_of(KEPT[1], PAGES.repeat(1, 1, 3, 1)).nbytes == 3 * four.nbytes
     assert KEPT[0].far_bytes(FAR) == KEPT[1].far_bytes(FAR) + four[0].nbytes
 
 
@@ -283,17 +284,17 @@ def test_requests_with_slots_follow_the_flags(flag, wanted, monkeypatch):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_more_than_the_host_has_is_refused_with_the_number_of_blocks_that_fit(ranks):
-    memory, free = HostMemory(KEPT, ranks), 9 * ranks * host_bytes(KEPT)
+    memory = HostMemory(KEPT, ranks)
+    memory.measure(9 * ranks * host_bytes(KEPT))
     with pytest.raises(ValueError, match=r"for 10 blocks, of which the host has 0\.0") as error:
-        memory.pages_of("a", KEPT[1], PAGES, free)
+        memory.pages_of(KEPT[1], PAGES)
     fitting = int(re.search(r"--num-gpu-blocks-override (\d+), or store='device'", str(error.value))[1])
     assert fitting == 8
-    taken = memory.pages_of("a", KEPT[1], PAGES[:fitting], free)
-    # what one layer has taken counts for all; vLLM may ask again with another pool
-    left = free - ranks * taken.nbytes
-    assert memory.pages_of("b", KEPT[2], PAGES[:fitting], left) is not None
-    assert memory.pages_of("a", KEPT[1], PAGES[:3], free).shape[0] == 3
-    assert memory.pages_of("a", KEPT[1], PAGES[:0], 0) is None
+    # what this process and others have taken by now is no less than was counted
+    memory.measure(0)
+    assert [len(memory.pages_of(layer, PAGES[:fitting])) for layer in KEPT[1:3]] == [8, 8]
+    assert len(memory.pages_of(KEPT[1], PAGES[:3])) == 3  # vLLM may ask again with another pool
+    assert memory.pages_of(KEPT[1], PAGES[:0]) is None
 
 
 def test_a_container_has_what_its_limit_leaves(tmp_path):

@@ -51,26 +51,31 @@ class HostMemory:
 
     def __init__(self, layers: Sequence[ServedLayer], ranks: int) -> None:
         self.layers, self._ranks = layers, ranks
-        self._taken: dict[str, int] = {}
+        self._free: int | None = None
 
-    def pages_of(self, name: str, served: ServedLayer, pages: Tensor, available: int) -> Tensor | None:
-        """The `host_pages` of a layer, which replace those of that name. pages: the engine's, of the same groups.
+    def measure(self, available: int) -> None:
+        """Note the bytes that the host has left, before any rank takes pages; what later calls give counts for nothing.
 
-        available: bytes that the host has left. Raises ValueError if all layers need more.
+        Ranks take theirs at different times, so that what is left in between says little about the whole.
         """
-        self._taken.pop(name, None)
+        if self._free is None:
+            self._free = int(available * _SHARE)
+
+    def pages_of(self, served: ServedLayer, pages: Tensor) -> Tensor | None:
+        """The `host_pages` of a layer. pages: the engine's, of the same groups.
+
+        Raises ValueError if those of all layers and ranks need more than `measure` noted.
+        """
         if pages.numel() == 0 or served.host_slot_bytes == 0:
             return None
         assert served.plan is not None
+        assert self._free is not None
         far, num = page_sizes(self.layers).far, len(pages)
         # an engine that pads pages to one size makes a page of several
         block = host_bytes(self.layers) * self._ranks * pages.shape[2] // served.plan.entry_slots(far)
-        free = int(available * _SHARE) + sum(self._taken.values()) * self._ranks
-        if num * block > free:
+        if num * block > self._free:
             raise ValueError(
                 f"tokens in host memory take {num * block / 2**30:.1f} GiB for {num:,} blocks, of which the host has "
-                f"{free / 2**30:.1f}: give --num-gpu-blocks-override {free // block}, or store='device'"
+                f"{self._free / 2**30:.1f}: give --num-gpu-blocks-override {self._free // block}, or store='device'"
             )
-        made = host_pages(served, pages)
-        self._taken[name] = 0 if made is None else made.nbytes
-        return made
+        return host_pages(served, pages)

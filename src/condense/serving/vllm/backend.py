@@ -208,14 +208,16 @@ class SideCache(AttentionLayerBase):
     def kv_cache(self, pages: Tensor) -> None:
         self.pages, self.store = pages, None
         if self._host is not None:
-            self.store = self._host.pages_of(self.layer_name, self._served, pages, available_bytes())
+            self.store = self._host.pages_of(self._served, pages)
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         """The backend of condensed layers, which makes the metadata of their pages too."""
         return CondensedBackend
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> AttentionSpec:
-        """Pages of this kind."""
+        """Pages of this kind; vLLM asks all ranks before it gives pages to any."""
+        if self._host is not None:
+            self._host.measure(available_bytes())
         return self.spec
 
 
