@@ -1,6 +1,7 @@
 """The mark of a model that was adapted to pooling, and the warning for models without it.
 
-``config.condense_adapted`` has the form of ``config.condense``: what the weights learned. `condense train` writes it.
+``config.condense_adapted`` names the methods that the weights were adapted to, in the form of ``config.condense``;
+`condense train` writes it.
 """
 
 from collections.abc import Mapping

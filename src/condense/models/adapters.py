@@ -1,8 +1,8 @@
 """Adapters (PEFT) trained on a condensed model: their folder names the methods, and loading them condenses the base.
 
-Wrapped are what saves and loads an adapter or swaps it in, in PEFT and in transformers (`load_adapter`), and PEFT's
-check of a module that it has copied to train the copy, which condensed attention must not be. Importing PEFT takes
-long, so it is wrapped only once somebody else imports it.
+Wrapped are the functions of PEFT and transformers (`load_adapter`) that save, load or swap an adapter, and PEFT's check
+of a module that it copies to train the copy: condensed attention must not be copied. Importing PEFT takes long, so it
+is wrapped only once somebody else imports it.
 """
 
 import functools
@@ -133,7 +133,7 @@ def _save(stock: Any, self: nn.Module, save_directory: Any, *args: Any, **kwargs
 
 
 def _load(stock: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    # ``model`` may be given by its name, to the function that swaps an adapter in
+    # this parameter must be called ``model``: callers of PEFT's hotswap_adapter may pass it as a keyword
     names = ("model_id", "peft_model_id", "model_name_or_path")
     adapter = args[0] if args else next((kwargs[name] for name in names if name in kwargs), None)
     held = condensed_layers(model)
@@ -148,7 +148,7 @@ def _load(stock: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _check_copied(stock: Any, self: nn.Module) -> None:
-    """The check of a module that PEFT has copied to train the copy."""
+    """Run PEFT's check of a module that it copies to train; raise ValueError for condensed attention in that module."""
     stock(self)
     if any(isinstance(module, CondensedAttention) for module in cast(Any, self).original_module.modules()):
         raise ValueError(
@@ -158,7 +158,7 @@ def _check_copied(stock: Any, self: nn.Module) -> None:
 
 
 class _Finder:
-    """A finder that finds a module of PEFT once, by the ordinary finders, and wraps what it defines when it has run."""
+    """An import hook for one module of PEFT: ordinary finders find it; its functions are wrapped once it has run."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -23,7 +23,7 @@ from condense.models.stock import method_of, stock_method
 
 logger = logging.getLogger(__name__)
 _ENTERING = threading.Lock()
-# modules that were condensed, of all models: two models may be built from one configuration
+# condensed modules of all models, to find two models that were built from one configuration
 _CONDENSED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _SHARED = "config must be the model's own, got that of a condensed model: build one of them from copy.deepcopy(config)"
 _NOT_CONDENSED = (
@@ -42,7 +42,7 @@ def apply(model: ModelT, method: MethodChoice | str, layers: Layers = None) -> M
     (`condense.named`), ``"cca:window=512"``, ``"recall@2,3+cca@rest"``, or ``"@FILE"`` of `condense calibrate`.
     layers: with one method, the layers to condense, as indices or as text; None means all that can be. Negative indices
     count from the last layer. Layers that are not named stay as they are, condensed or stock; so do layers with a
-    sliding window. If ``layers`` is None, all of these are logged; so is, once, pooling without adaptation.
+    sliding window. If ``layers`` is None, these layers are logged. Pooling without adaptation is logged, once.
     The choice is written to ``config.condense`` and saved by save_pretrained; the saved model loads condensed with any
     ``attn_implementation`` given to from_pretrained, and `restore` then returns to that one. Transformers without
     `condense` refuse it, unless an ``attn_implementation`` is given. ``model.set_attn_implementation("sdpa")`` switches
@@ -137,13 +137,13 @@ def condense_from_config(model: PreTrainedModel) -> None:
         return
     attentions = by_layer(m for m in model.modules() if is_supported(m))
     stock = config._attn_implementation
-    if stock == IMPLEMENTATION:  # as written in the configuration
+    if stock == IMPLEMENTATION:  # from the saved configuration: the caller asked for no other
         stock = model.get_correct_attn_implementation(None)
     config._attn_implementation_internal = IMPLEMENTATION
     if not attentions:
-        return  # an inner model without attention of its own, or one of unknown classes, which raises when it is called
+        return  # an inner model without attention, or one with unknown classes, which raise when they are called
     methods = methods_in(settings)
-    # written by hand, it may hold named settings, which mean something else in another version
+    # a configuration written by hand may hold named settings; they are spelled out, as other versions may change them
     config.condense = settings | settings_of(methods)
     # a model loaded with fewer layers than it was saved with ignores the methods of the others
     assignment = {i: method for i, method in methods.items() if i in attentions}
@@ -169,9 +169,9 @@ def _owner(attentions: dict[int, nn.Module]) -> int | None:
 def _assign(
     base: PreTrainedModel, attentions: dict[int, nn.Module], assignment: dict[int, Method], owner: int | None
 ) -> None:
-    """Condense the layers in ``assignment`` (empty: none, all stock) and write it to the model's configuration.
+    """Condense the layers in ``assignment``, or make all stock if it is empty, and note it in the configuration.
 
-    Its private field is written, as the public setter would set the implementation in all parts, vision towers too.
+    The configuration's private field is set: its public setter would change all parts of the model, vision towers too.
     """
     config = _config(attentions)
     if not assignment:

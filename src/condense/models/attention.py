@@ -35,7 +35,7 @@ from condense.ops import Extras, NewToken
 from condense.ops.tensors.autocast import outside_autocast
 
 IMPLEMENTATION = "condense"
-KEY = "condense"  # of the methods in a configuration
+KEY = "condense"  # attribute of a configuration that holds the methods of its layers
 _PROMPT_NOT_COMPILED = (
     "a prompt is read into a condensed cache with counts on the host, unless generate knows that it has no padding and "
     "reads it at once into a new static cache; compile single steps instead: "
@@ -44,7 +44,7 @@ _PROMPT_NOT_COMPILED = (
 
 
 def is_condensed(model: Any) -> bool:
-    """True if the text model's attention is `condense`; of a multimodal model only the text configuration says so."""
+    """True if the configuration of the model's text part names `condense`; a multimodal model names it there alone."""
     return bool(model.config.get_text_config(decoder=True)._attn_implementation == IMPLEMENTATION)
 
 
@@ -95,7 +95,7 @@ class CacheProxy:
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """As ``Cache.update``, but stores nothing and returns the new tokens alone.
+        """Return the new keys and values alone, in place of ``Cache.update``, and store nothing in the cache.
 
         MLA calls it with latents and rope keys, together ``[B, 1, L, d_c + d_r]``. They are kept here for `attend`.
         """
@@ -104,7 +104,7 @@ class CacheProxy:
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> Tensor | int:
-        """As ``Cache.get_seq_length``; 0 without a cache. Llama 4 scales queries by it, also of a repeated prompt."""
+        """Slots in the layer's cache, 0 without one; the prompt's if it is read again. Llama 4 scales queries by it."""
         if isinstance(self.cache, Pieces) and layer_idx in self.cache.held:
             return self.cache.behind
         return 0 if self.cache is None else self.cache.get_seq_length(layer_idx)
@@ -115,7 +115,7 @@ class CacheProxy:
     def attend(self, call: AttentionCall) -> Tensor:
         """Condensed attention ``[B, H, L, Dv]`` of the new tokens, which are added to the real cache.
 
-        Of a prompt that is read again nothing is added (`condense.models.reread.Pieces`).
+        Tokens of a prompt that is read again are not added (`condense.models.reread.Pieces`).
         """
         if self.is_latent and (call.extras.softcap or call.extras.sink_logits is not None):
             raise ValueError("attention over latents (MLA) has no soft cap and no sinks: call condense.restore(model)")
@@ -150,7 +150,7 @@ class CacheProxy:
         if cache.offloading or not layer.can_step(k, v):
             return None
         if latent_width is not None and head_mesh(module, q.shape[1]) is not None:
-            # a step averages queries over the heads of this rank only
+            # a step would average queries over this rank's heads only
             if isinstance(layer, CondensedLayer):
                 return None
             raise ValueError("static caches of latents cannot be tensor parallel: leave cache_implementation unset")
@@ -176,7 +176,7 @@ class CacheProxy:
         if torch.compiler.is_compiling() and not all_real:
             assert_one_document(call)
             all_real = True
-        # an empty cache counts for none in training: transformers makes one by default and nothing uses it
+        # in training an empty cache counts as no cache: transformers makes one by default, and nothing reads it
         is_cached = layer is not None and (seen > 0 or not call.module.training)
         documents = forward.documents(plain=not is_cached and call.mask is None and not all_real)
         if documents is not None:
@@ -197,18 +197,18 @@ class CacheProxy:
             join_writes(layer.buffers)
         return out if padding is None else padding.restore(out)
 
-    # outside of compiled graphs, with counts on the host
+    # `_read` outside of compiled graphs, because it counts tokens on the host
     _read_eagerly = torch.compiler.disable(_read, reason=_PROMPT_NOT_COMPILED)
 
 
 def _is_plain_prompt(call: AttentionCall) -> bool:
-    """True for the first tokens of a static layer that is known to get them without padding."""
+    """True if the call reads a prompt, known to have no padding, into an empty static layer."""
     layer = call.cache.layers[call.layer_idx] if isinstance(call.cache, StaticCache) else None
     return isinstance(layer, StaticCondensedLayer) and layer.expected is Expected.PLAIN_PROMPT
 
 
 def _real_rows(call: AttentionCall, mask: Tensor, layer: CondensedLayer | StaticCondensedLayer) -> Tensor | None:
-    """Rows whose new token is real, None for all; on the host for growing layers, on the device for static ones."""
+    """Nonzero in rows whose new token is real, ``[B]``; None if all are. On the device for static layers, else CPU."""
     if isinstance(layer, StaticCondensedLayer) and torch.compiler.is_compiling():
         return is_real(mask, layer.num_slots, layer.max_cache_len, call.q.shape[0])
     forward = call.module.condense_board.forward_of(call)
@@ -219,7 +219,7 @@ def _real_rows(call: AttentionCall, mask: Tensor, layer: CondensedLayer | Static
 
 
 def _condensed(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention ``[B, H, L, Dv]`` of new right-aligned tokens, over these and what the cache holds."""
+    """Attention ``[B, H, L, Dv]`` of new right-aligned tokens to themselves and to the tokens in the cache."""
     method = method_of(call.module)
     context = read_tokens(call, method, q, k, v)
     return method.attend(q, context, scale=call.scale, dropout_p=call.dropout, extras=call.extras)[0]
@@ -228,9 +228,10 @@ def _condensed(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 class CondensedAttention(nn.Module):
     """Mixin in front of a stock attention class.
 
-    condense_method: None for a layer that stays stock. It attends by condense_stock, a method that computes the same.
-    condense_previous: the attention implementation that `condense.restore` returns to. condense_board: shared by the
-    layers, see `condense.models.forward`. condense_watch: called after each step, see `condense.models.watch`, or None.
+    condense_method: the layer's method; None for a layer that stays stock, and attends by condense_stock, a method that
+    computes the same. condense_previous: the attention implementation that `condense.restore` returns to.
+    condense_board: the `ForwardBoard` of all layers. condense_watch: called after each step, see
+    `condense.models.watch`; None for nothing.
     """
 
     condense_method: Method | None
@@ -238,13 +239,13 @@ class CondensedAttention(nn.Module):
     condense_previous: str
     condense_board: ForwardBoard
     condense_watch: Any = None
-    # set by MLA's stock classes; declared here because `is_latent` reads it of every layer in every step, and a missing
-    # attribute is slow: nn.Module searches all parameters for it
+    # set by MLA's stock classes; declared here because `is_latent` reads it in every layer and step, and where it is
+    # missing nn.Module would search all parameters for it
     kv_lora_rank: int | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The stock forward with the proxy as its cache, and the proxy as an argument for `condense_attention`."""
-        # classes of other repositories may name it as transformers did before
+        # attention classes of other repositories may call the argument by its older name
         older = "layer_past" if "layer_past" in kwargs else "past_key_values"
         name = older if older in kwargs else CACHE
         cache: Cache | None = kwargs.get(name)
@@ -263,7 +264,7 @@ class CondensedAttention(nn.Module):
             self.condense_board.check_thread()
             methods = self.condense_board.methods
             if cache is not None and layer_idx == next(iter(methods)) and not isinstance(cache, Pieces):
-                # before any layer takes a token
+                # a wrong cache raises before any layer has stored a token
                 ensure_layers(cache, methods)
         state = CacheProxy(cache, layer_idx, is_latent=is_latent(self))
         return super().forward(*args, **kwargs | {name: state, "condense_state": state})

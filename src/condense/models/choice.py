@@ -25,7 +25,7 @@ _RANGE = re.compile(r"\s*(-?\d+)\s*(?:-\s*(-?\d+)\s*)?", re.ASCII)
 
 
 def parse_choice(choice: object) -> MethodChoice:
-    """A choice from itself, from text (`choice_from_text`) or from a method's `to_dict` form.
+    """Parse a choice: a method, a mapping, text (`choice_from_text`) or a method's `to_dict` form.
 
     Raises ValueError for anything else.
     """
@@ -67,7 +67,7 @@ def choice_from_text(*texts: str) -> MethodChoice:
 
 
 def _read_choice(path: Path) -> dict[int, Method]:
-    """The choice in a file that holds what `condense.methods.settings_of` makes, such as an allocation."""
+    """The choice in a JSON file, such as an allocation, in the form of `condense.methods.settings_of`."""
     if not path.is_file():
         raise ValueError(f"method: no such file: {path}")
     try:
@@ -95,7 +95,7 @@ def parse_layers(text: str) -> list[tuple[int, int]]:
 def assign(choice: MethodChoice, attentions: Mapping[int, nn.Module], count: int) -> dict[int, Method]:
     """Layer index to method, for the layers that a choice names.
 
-    One method stands for all that can be condensed, as `Method.of_layer` has it for each.
+    One method stands for all layers that can be condensed: each gets its `Method.of_layer`.
     attentions: the attention modules by layer. count: number of the model's layers. Raises ValueError for layers that
     are named twice, do not exist or cannot be condensed.
     """
@@ -148,8 +148,9 @@ def chosen_layers(layers: Layers, attentions: Mapping[int, nn.Module], count: in
 
 
 def _indices(text: str, count: int) -> list[int]:
-    """Indices in text, the ends of ranges counted from 0. Raises ValueError as `parse_layers`, and for a range that has
-    its higher end first.
+    """The layers that text names, as indices from 0; if one does not exist, that index alone, as it was written.
+
+    Raises ValueError as `parse_layers`, and for a range with its higher end first.
     """
     indices: list[int] = []
     for first, last in parse_layers(text):
@@ -169,7 +170,7 @@ def methods_of(choice: MethodChoice) -> list[Method]:
 
 
 def as_steps(choice: MethodChoice) -> MethodChoice:
-    """The same choice, each method as `Method.as_steps` has it."""
+    """The same choice with each method replaced by its `Method.as_steps`."""
     if isinstance(choice, Mapping):
         return {layers: method.as_steps for layers, method in choice.items()}
     return choice.as_steps

@@ -33,7 +33,7 @@ def sum_opened(rule: UniformRule, quota: Quota, length: int) -> int:
     if quota.part == quota.of:
         return sum_closed(rule, length, quota.most)
     full, rest = divmod(max(0, length - (rule.window or 0)), rule.chunk)
-    # a share of the groups has no largest number; it is above the least number from ``first`` groups on
+    # a quota by share has no ``most``; from ``first`` closed groups on, the share is larger than ``least``
     first = quota.least * quota.of // quota.part + 1
     opened = sum_closed(rule, length, quota.least)
     if full < first:
@@ -55,12 +55,12 @@ def _floor_sum(count: int, step: int, start: int, of: int) -> int:
 
 
 def tokens_left(method: Method, length: int) -> int:
-    """Tokens of a prompt of ``length`` that a method keeps or makes entries of, on the mean over the layers."""
+    """Tokens of a prompt of ``length`` that a method keeps or pools, as a mean over the layers."""
     return length if method.reread is None else method.reread.num_kept(length)
 
 
 def kept(method: Method, length: int) -> dict[Per, int]:
-    """Rows that a cache keeps after ``length`` tokens, per KV head, by what a row stands for."""
+    """Number of rows in a cache's buffers after ``length`` tokens, per KV head, for each thing a row stands for."""
     if method.reads_prompt:
         return {Per.ENTRY: int(first_entries(method, length))}
     length = tokens_left(method, length)
@@ -79,7 +79,7 @@ def kept_on_device(method: Method, length: int) -> int:
     counts, choice = kept(method, length), method.layout.choice
     per = {Per.ENTRY, Per.FINE, Per.TOKEN, Per.STORED, Per.COPIED}
     if choice is not None:
-        # of a group that is not stored token by token only the index is kept
+        # with Recall an ENTRY row is a group's index, which is no entry; a store on the host is not on the device
         per -= {Per.ENTRY, Per.STORED} if choice.store.on_host else {Per.ENTRY}
     return sum(counts.get(each, 0) for each in per)
 
@@ -92,7 +92,7 @@ class CachedHeads(NamedTuple):
     value_width: int
 
     def row_bytes(self, method: Method, itemsize: int) -> dict[tuple[str, Per], int]:
-        """Bytes of one row of each buffer of all heads, by its name and what the row stands for.
+        """Bytes of one row of each buffer, over all heads; keys are the buffer's name and what a row stands for.
 
         Raises ValueError for numbers of another size than 2, 4 and 8 bytes.
         """
@@ -111,7 +111,7 @@ class CachedHeads(NamedTuple):
         return held[False] + self._own_bytes(method, length, itemsize), held[True]
 
     def _own_bytes(self, method: Method, length: int, itemsize: int) -> int:
-        """Bytes of the tensors that a method makes besides its entries, as it makes them of a chunk of zeros."""
+        """Bytes of what a method's `represent` returns besides its entries, measured on a chunk of zeros."""
         layout, settings = method.layout, step_settings(method)
         tokens = tokens_left(method, length)
         chunks = 0 if method.reads_prompt else int(num_entries(method, tokens)) // layout.rule.entries
@@ -124,7 +124,7 @@ class CachedHeads(NamedTuple):
         return chunks * sum(x.nbytes for x in made[len(entry_names(settings)) :])
 
     def step_bytes(self, method: Method, length: int, itemsize: int) -> int:
-        """Bytes that a step after ``length`` tokens reads: index, entries and biases, open groups, a sum, window."""
+        """Bytes that a step after ``length`` tokens reads: index or entries, open groups, one sum of values, window."""
         length = tokens_left(method, length)
         choice, groups, g = method.layout.choice, int(num_entries(method, length)), method.layout.rule.chunk
         opened = 0 if choice is None else choice.quota.at(groups)

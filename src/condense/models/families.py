@@ -18,18 +18,18 @@ def asset(name: str) -> Any:
 FAMILIES: dict[str, str] = asset("families.json")
 # folder in transformers.models of a family that is refused -> why, as a clause after "<class> cannot be condensed: "
 REFUSED = {family: reason for reason, families in asset("refused_families.json").items() for family in families}
-# reasons that also hold for models from elsewhere
+# reasons that also hold for models outside of transformers
 _HAS_ENCODER, _INDEXER, _SHARED_KEYS = (REFUSED[family] for family in ("whisper", "deepseek_v32", "gemma3n"))
 _BLOCKS = "its mask lets the tokens of a picture see each other"
 # classes that `condense.register` accepted
 REGISTERED: set[type[nn.Module]] = set()
-# models with an embedding for each position; CTRL's is a table of sines and ends as learned ones do
+# model types with a table of positions, which a text must not outgrow; CTRL's is computed from sines
 _LEARNED_POSITIONS = ("biogpt", "ctrl", "gpt2", "gpt_bigcode", "opt")
-# models that, given no positions, count the real tokens of a row
+# model types that, given no positions, number the real tokens of a row; others number slots
 _COUNT_TOKENS = ("opt",)
-# models that take no cache but the one that they make themselves
+# model types that take no cache but the one that they make themselves
 _OWN_CACHE = ("minimax",)
-# experts that run all at once, on every token; transformers calls them "eager" too, their only implementation
+# experts that run all at once, on every token; their only implementation has the name "eager" too
 _EXPERTS_AT_ONCE = ("Llama4TextExperts",)
 
 
@@ -115,7 +115,7 @@ def has_own_cache(config: Any) -> bool:
 
 
 def check_learned_positions(config: Any, what: str, length: int) -> None:
-    """Raise ValueError if a model with learned position embeddings has fewer than ``length``; what: of which length."""
+    """Raise ValueError if a model has fewer than ``length`` learned positions; what: the length's name in the error."""
     positions = max_learned_positions(config.get_text_config(decoder=True))
     if positions is not None and length > positions:
         raise ValueError(f"{what} must fit the model's {positions} learned positions, got {length}")
@@ -135,13 +135,13 @@ def rope_that_changes(config: Any) -> str | None:
 
 
 def last_positions(config: Any) -> list[int]:
-    """Numbers of positions after which embeddings end (learned ones) or all rotate by other factors (longrope)."""
+    """Lengths of text beyond which position embeddings end (learned ones) or rotate by other factors (longrope)."""
     longropes = (part for part in _rope_settings(config) if part.get("rope_type") == "longrope")
     ends = [max_learned_positions(config), *(part.get("original_max_position_embeddings") for part in longropes)]
     return [end for end in ends if end is not None]
 
 
 def _rope_settings(config: Any) -> list[dict[str, Any]]:
-    """Settings of the rotary embedding, and of those for one kind of layer each."""
+    """Settings of the model's rotary embedding, then of each one that serves a single kind of layer."""
     settings = getattr(config, "rope_parameters", None) or {}
     return [settings, *(part for part in settings.values() if isinstance(part, dict))]

@@ -22,8 +22,8 @@ _FOUR_BITS = 4 + 2 * 16 / 64
 class CacheFit:
     """The cache of one request: bytes on the device and in host memory.
 
-    requests: how many fit; None without a limit. In vLLM's blocks (`condense serve`), served_bytes: the device bytes of
-    one, served: how many run at once; None for what is not served, and the second without a limit.
+    requests: how many fit; None without a limit. served_bytes: device bytes of one request in vLLM's blocks (`condense
+    serve`), None if it is not served. served: requests that vLLM runs at once; None if not served or without a limit.
     """
 
     name: str
@@ -49,11 +49,11 @@ def cache_fits(
     host_memory: int | None = None,
     weights: int | None = None,
 ) -> list[CacheFit]:
-    """The dense cache, the same in 8 and 4 bits, and that of each choice, for one request of ``length`` tokens.
+    """Caches of one request of ``length`` tokens: dense, dense in 8 and in 4 bits, then under each choice.
 
-    model: stock, also on the meta device. memory, host_memory: bytes for all requests together, None if not limited;
-    of the first, `USED` is for weights and caches; where prompts are read twice, one at a time has a dense cache.
-    weights: their bytes, None: `weight_bytes`.
+    model: stock, also on the meta device. memory, host_memory: bytes for all requests on the device and on the host,
+    None if not limited; weights and caches get `USED` of the former, which also has to hold one dense cache where
+    prompts are read twice. weights: bytes of the weights, None: `weight_bytes`.
     Raises ValueError as `condense.models.inspect.inspect`.
     """
     weights = weight_bytes(model, itemsize) if weights is None else weights
@@ -67,7 +67,7 @@ def cache_fits(
         fits.append(CacheFit(name, device_bytes, 0, None if room is None else max(0, room // device_bytes)))
     for name, layers in reports.items():
         device_bytes, on_host = sum(layer.bytes for layer in layers), sum(layer.host_bytes for layer in layers)
-        # a prompt that is read twice lies in a dense cache meanwhile
+        # bytes of the dense cache that holds one prompt at a time while it is read twice
         twice = sum(x.dense_bytes for x in layers if x.method is not None and x.method.reread is not None)
         left = None if room is None else room - twice
         limits = (left, device_bytes), (host_memory, on_host)
@@ -80,8 +80,8 @@ def cache_fits(
 def _served(
     model: nn.Module, choice: MethodChoice, length: int, itemsize: int, rooms: tuple[int | None, int | None]
 ) -> tuple[int | None, int | None]:
-    """Bytes of a request of ``length`` tokens in vLLM, and requests in so many bytes on the device and in host memory;
-    None as in `CacheFit`.
+    """Bytes of a request of ``length`` tokens in vLLM, and how many requests fit into ``rooms``, bytes on the device
+    and in host memory; None as in `CacheFit`.
     """
     layers: list[ServedLayer] = []
     if type(model).__name__ in ARCHITECTURES:
@@ -95,5 +95,5 @@ def _served(
         room -= slot_rows(layers, length, room) * copied_bytes(layers)
     limits = (room, one.block_bytes), (on_host, host_bytes(layers))
     blocks = [max(0, limit) // each for limit, each in limits if limit is not None and each]
-    # one block belongs to no request
+    # vLLM gives one block to no request
     return one.total_bytes + copied_bytes(layers), max(0, min(blocks) - 1) // one.blocks if blocks else None

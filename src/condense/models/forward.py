@@ -1,4 +1,4 @@
-"""Padding, packed documents and the plan of one forward, which all its attention layers share; calls that are refused.
+"""Padding, packed documents and plan of one forward, shared by all its attention layers; and calls that are refused.
 
 Transformers gives every layer of a forward the same mask, position and document objects. The first layer reads them and
 stores the result in the model's `ForwardBoard`; the others look it up there by the identity of these objects. A layer
@@ -27,7 +27,7 @@ from condense.ops.spans import SharedByLayers
 from condense.ops.tensors.per_row import PerRow, comparable, int_if_equal
 from condense.plan import ForwardPlan
 
-# forwards kept at a time: sliding layers and others get masks of their own, and several threads may run the same model
+# forwards remembered at a time: sliding and full layers get different masks, and several threads may run one model
 _MOST_FORWARDS = 4
 
 
@@ -36,8 +36,8 @@ class AttentionCall(NamedTuple):
 
     module: a `condense.models.attention.CondensedAttention`. mask: from `condense.models.masks.condense_mask`: bool
     ``[B, 1, 1, n]``, True at tokens; int32 ``[B, 1, 1, L]``, the numbers of packed documents; or None. options: further
-    keywords of the call. cache: with the layer ``layer_idx`` for the new tokens, None without one. plan: of the new
-    tokens, once it is known, and padding: what was moved to align them, None if nothing was.
+    keywords of the call. cache: its layer ``layer_idx`` takes the new tokens; None without a cache. padding: of the new
+    tokens, None if all are real. plan: of the new tokens, once it is known.
     """
 
     module: Any
@@ -80,17 +80,17 @@ class Forward(SharedByLayers):
 
     @property
     def _numbers(self) -> Tensor | None:
-        """The numbers of packed documents, int32 ``[B, 1, 1, L]``; None if the calls' mask is another."""
+        """The numbers of packed documents, int32 ``[B, 1, 1, L]``; None if the calls have a padding mask or none."""
         mask: Tensor | None = self._shared[0].get()
         return mask if isinstance(mask, Tensor) and mask.dtype == torch.int32 else None
 
     @property
     def _padding_mask(self) -> Tensor | None:
-        """The calls' mask, None without one and for packed documents."""
+        """The calls' padding mask; None if they have none, or numbers of packed documents in its place."""
         return None if self._numbers is not None else self._shared[0].get()
 
     def padding(self, start: int) -> Padding | None:
-        """The padding of new slots that begin at a column of the mask, None if all are real.
+        """The padding of the new slots, the first of which is column ``start`` of the mask; None if all are real.
 
         Raises ValueError for a mask of another shape than ``[B, 1, 1, n]``, and for one that is too short.
         """
@@ -105,11 +105,11 @@ class Forward(SharedByLayers):
         return self.once(("padding", start), find)
 
     def real_rows(self, mask: Tensor, slot: Tensor, num_slots: int) -> Tensor:
-        """Rows whose single new token is real, as `is_real`, which the first layer with so many slots asks for all."""
+        """Rows whose single new token is real, from `is_real`, once for all layers with ``num_slots`` slots."""
         return self.once(("real", num_slots), lambda: is_real(mask, slot, num_slots, self.B))
 
     def check_slots(self, slots: int) -> None:
-        """Raise ValueError if a layer of the cache has another number of slots than those that asked before it."""
+        """Raise ValueError unless a layer of the cache has as many slots as the first layer that asked."""
         first = self.once("slots", lambda: slots)
         if slots != first:
             raise ValueError(
@@ -118,7 +118,7 @@ class Forward(SharedByLayers):
             )
 
     def check_past(self, start: int, held: Callable[[], PerRow]) -> None:
-        """Raise ValueError unless the mask has a cache's ``held()`` tokens per row in its first ``start`` slots."""
+        """Raise ValueError unless the mask's first ``start`` slots have as many tokens per row as the cache, held()."""
         mask = self._padding_mask
         if mask is None:
             return
@@ -133,9 +133,9 @@ class Forward(SharedByLayers):
             )
 
     def plan(self, start: int | None, documents: list[int] | None = None) -> ForwardPlan:
-        """The plan of the new tokens; start: the column of the mask at which they begin, None: all are real.
+        """The plan of the new tokens; start: their first column in the mask, None if all are real.
 
-        documents: lengths of those packed into the row, as `documents` returns them, with start None.
+        documents: lengths of the documents packed into the row, from `documents`; start is None then.
         """
         padding = None if start is None else self.padding(start)
         counts = None if padding is None else padding.counts
@@ -143,11 +143,11 @@ class Forward(SharedByLayers):
         return self.once(key, lambda: ForwardPlan(self.L, counts, documents=documents))
 
     def documents(self, *, plain: bool) -> list[int] | None:
-        """Lengths of the documents packed into a row, None if there is one; as transformers recognises them.
+        """Lengths of the documents packed into a row, None if there is only one document.
 
-        Either ``cu_seq_lens_q`` (int ``[n + 1]``, from 0 to L), or the documents' numbers in place of a mask, or, in a
-        call with neither tokens in a cache nor a mask (``plain``), ``position_ids`` (int ``[B, L]``) that start again
-        or jump.
+        They are marked as in transformers: by ``cu_seq_lens_q`` (int ``[n + 1]``, from 0 to L), by the documents'
+        numbers in place of a mask, or, in a call without mask and cached tokens (``plain``), by ``position_ids`` (int
+        ``[B, L]``) that start again or jump.
         Raises ValueError if several rows are packed, and for marks that do not fit.
         """
 
@@ -163,7 +163,7 @@ class Forward(SharedByLayers):
         return self.once(("documents", plain), find)
 
     def _runs(self, begins: Tensor) -> list[int] | None:
-        """Lengths of the documents if some row has one that begins at ``1 + i`` (bool ``[B, L - 1]``); None for one."""
+        """Lengths of documents, None for one alone; begins bool ``[B, L - 1]``: True at i if one begins at i + 1."""
         starts = begins.any(0).nonzero()[:, 0].add(1).tolist()
         if not starts:
             return None
@@ -175,9 +175,9 @@ class Forward(SharedByLayers):
 
 
 class ForwardBoard:
-    """The newest forwards of a model, by which its layers share plans. Copies and pickles of a board are empty.
+    """The newest forwards of a model, whose plans its layers share. Copies and pickles of a board are empty.
 
-    owner: the thread in whose `condense.use` block the model is, None outside of one. methods: of all layers, by layer.
+    owner: the thread in whose `condense.use` block the model is, None outside of one. methods: layer index to method.
     """
 
     def __init__(self, owner: int | None, methods: dict[int, Method]) -> None:
@@ -197,7 +197,7 @@ class ForwardBoard:
         """The forward that a layer's call belongs to; a new one for the first layer of a forward."""
         if torch.compiler.is_compiling():
             return Forward(call)
-        # a copy: other threads may run the same model
+        # iterate over a copy, because other threads may run the same model
         for forward in list(self._forwards):
             if forward.takes(call):
                 return forward
@@ -210,7 +210,7 @@ class ForwardBoard:
 
 
 class _Shared:
-    """A weak reference to an object that layers share, or to None; for a tensor also its version counter then."""
+    """A weak reference to an object that layers share, or to None, and a tensor's version counter when it was made."""
 
     def __init__(self, x: Any) -> None:
         self._is_none, self._version = x is None, _version(x)
@@ -248,7 +248,7 @@ def assert_one_document(call: AttentionCall) -> None:
     positions = call.options.get("position_ids")
     if isinstance(positions, Tensor):
         steps = positions.diff()
-        # a jump begins a document too, but with a mask positions mark none (`Forward.documents`)
+        # a jump begins a document too, but beside a mask positions mark no documents (`Forward.documents`)
         is_one = (steps == 1 if call.mask is None else steps > 0).all()
         torch._assert_async(is_one, "compiled condensed attention: several documents in a row")
 
@@ -256,7 +256,7 @@ def assert_one_document(call: AttentionCall) -> None:
 def refuse_context_parallel() -> None:
     """Raise ValueError inside torch's ``context_parallel``, where each process has a part of every text.
 
-    Inside it PyTorch's fused attention is a function of torch.distributed.
+    It is recognised by PyTorch's fused attention, which it replaces by a function of torch.distributed.
     """
     if not torch.compiler.is_compiling() and F.scaled_dot_product_attention.__module__.startswith("torch.distributed"):
         raise ValueError(

@@ -19,11 +19,11 @@ from transformers import PreTrainedModel
 
 from condense.models.streams import parallel_projections
 
-# compiling takes some seconds in a process's first call, which a smaller model would need long answers to win back
+# fewest parameters for which compiling pays: a process's first call takes some seconds longer
 _LEAST_WEIGHTS = 2**29
 _OF_MODELS, _ROTATION = "transformers.models.", "apply_rotary_pos_emb"
 _BACKEND = "inductor"
-# a block changes what all threads call
+# held in a block, because it changes functions that all threads call
 _ENTERING = threading.RLock()
 # classes of norms that could not be compiled
 _FAILED: set[type] = set()
@@ -44,8 +44,9 @@ def fused_steps(model: PreTrainedModel, rows: int) -> Iterator[None]:
     """For the length of a ``with`` block, run the model's norms and rotations of ``rows`` tokens compiled, and its
     projections as `condense.models.streams` says.
 
-    Only of a large model, and norms without hooks. Where PyTorch cannot compile, a warning says so, and norms and
-    rotations stay as they are. Other threads rotate as before. Results differ by rounding.
+    Models of fewer than `_LEAST_WEIGHTS` parameters, and norms with hooks, stay as they are. Where PyTorch cannot
+    compile, a warning says so, and norms and rotations stay as they are. Other threads rotate as before. Results differ
+    by rounding.
     """
     if model.num_parameters() < _LEAST_WEIGHTS:
         yield
@@ -85,13 +86,13 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _for_this_thread(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, compiled where the thread that asks now calls it."""
+    """A function that runs compiled in the current thread, and as it is in all others."""
     owner, compiled = threading.get_ident(), _compiled(function)
     return lambda *args, **kwargs: (compiled if threading.get_ident() == owner else function)(*args, **kwargs)
 
 
 def _compiles(norm: Any, rows: int, dtype: torch.dtype) -> bool:
-    """True if PyTorch can compile a norm here; it is compiled then, and nothing else depends on its result."""
+    """True if PyTorch can compile a norm here, which is tried on ``rows`` tokens of zeros."""
     if type(norm) in _FAILED:
         return False
     x = torch.zeros(rows, 1, norm.weight.shape[0], dtype=dtype, device=norm.weight.device)

@@ -59,7 +59,7 @@ class GraphDecoder:
         self._positions = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
         # False at the prompt's padding, True at all later slots
         self._mask = torch.ones(batch_size, max_length, dtype=torch.bool, device=device)
-        # None: `_decode` itself, which held here would keep the cache until Python collects cycles
+        # None stands for `_decode`: a bound method stored here would be a cycle, which keeps the cache alive longer
         self._compiled = torch.compile(self._decode, fullgraph=True, dynamic=False) if compile else None
         self._graph: torch.cuda.CUDAGraph | None = None
         self._logits: Tensor | None = None
@@ -72,7 +72,7 @@ class GraphDecoder:
         """Empty the cache, read a prompt and return the logits ``[B, V]`` of its last token.
 
         input_ids int64 ``[B, L]``; attention_mask ``[B, L]``, 0 at padding, which must be on the left; chunk: tokens
-        per forward, None: all at once; a last one alone is read with those before it.
+        per forward, None: all at once; a single token left over is read with the last chunk.
         Raises ValueError, state unchanged, for another number of rows, a prompt that is too long, padding on the right,
         and a chunk smaller than the prompt if a method looks ahead, or of 1 if it reads single tokens in another way.
         """
@@ -96,7 +96,7 @@ class GraphDecoder:
             )
         if not self._is_prepared:
             self._rewind()
-            self._decode()  # which allocates the buffers
+            self._decode()  # allocates the buffers
             if self._ids.device.type == "cuda":
                 self._capture()
             self._is_prepared = True
@@ -142,7 +142,7 @@ class GraphDecoder:
     def _read(self, input_ids: Tensor, positions: Tensor, chunk: int) -> Tensor:
         """Read tokens after those read before, ``chunk`` per forward; input_ids and positions ``[B, L]``."""
         L = input_ids.shape[1]
-        # a forward that fails may leave some of the tokens, and then only a prefill goes on
+        # a forward that fails may have stored some tokens: with length 0 only a prefill is accepted afterwards
         stop, self._length = self._length, 0
         # no graph is replayed meanwhile, so the host can count slots instead of reading them from the device
         for layer in self._condensed:
@@ -163,7 +163,7 @@ class GraphDecoder:
         return logits
 
     def _call(self, ids: Tensor, positions: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
-        """Logits ``[B, V]`` of the last of these tokens."""
+        """Logits ``[B, V]`` of the last token of ``ids`` ``[B, L]``."""
         inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": mask, CACHE: self.cache}
         return self.model(**inputs, use_cache=True, **options).logits[:, -1]
 
@@ -206,10 +206,10 @@ class GraphDecoder:
         self._length = 0
 
     def _check_tokens(self, input_ids: Tensor, call: str | None = None) -> None:
-        """Raise ValueError unless tokens ``[B, L]`` fit in, and the model's methods are those of the buffers; call: its
-        name if it continues a prompt.
+        """Raise ValueError unless tokens ``[B, L]`` fit and the model's methods are those that the buffers were made
+        for. call: "extend" or "step", which continue a prompt; None to start one.
         """
-        # a replayed step asks no module of the model, and computes what was captured
+        # a replayed step runs no module of the model, so its methods have no effect on what was captured
         is_replayed = call == "step" and self._graph is not None
         if not is_replayed and condensed_layers(self.model) != self.methods:
             raise ValueError("the model's methods must be those that this decoder was made for: make another decoder")

@@ -5,9 +5,9 @@
 `condense.architectures`.
 `_prepare_cache_for_generation`: puts condensed layers into the cache before generate decides whether to compile and
 whether the cache can be cropped; on CUDA it chooses a static cache where its steps can be replayed.
-`_prefill`: raises ValueError for a piece of a prompt that is a single token, if a method reads such tokens otherwise.
-`get_compiled_call`: replays these as a CUDA graph, unless the caller gave a ``compile_config``.
-`DeferredStopCheck.is_supported`: lets the host queue the next of these steps before it looks whether a text has ended.
+`_prefill`: raises ValueError for a piece of a prompt that is one token, if a method reads it as a token of an answer.
+`get_compiled_call`: replays steps of one token as a CUDA graph, unless the caller gave a ``compile_config``.
+`DeferredStopCheck.is_supported`: lets the host queue the next replayed step before it looks whether a text has ended.
 `Cache.crop` and `Cache.reorder_cache`: take tokens back, or move rows, in all layers, or in none if one refuses.
 `init_continuous_batching`: raises ValueError. For models that are not condensed, none of them does anything. Adapters
 are saved and loaded with their base's methods, see `condense.models.adapters`.
@@ -72,7 +72,7 @@ def _crop(stock: Any, self: Cache, tokens_to_remove: int) -> None:
         layer.check_crop(tokens_to_remove)
     for layer in self.layers if condensed else ():
         if layer not in condensed:
-            # whether a stock layer refuses shows on a copy, as it replaces tensors, in dicts too, and writes to none
+            # a shallow copy shows if a stock layer refuses: its crop replaces tensors, in dicts too, and writes to none
             trial = copy.copy(layer)
             vars(trial).update({name: copy.copy(x) for name, x in vars(layer).items() if isinstance(x, dict)})
             trial.crop(tokens_to_remove)
@@ -120,7 +120,7 @@ def _save_pretrained(stock: Any, self: PreTrainedModel, save_directory: Any, *ar
 
 
 def _check_saved(model: PreTrainedModel) -> None:
-    """Raise ValueError for methods without a name, and for a configuration that does not say what runs."""
+    """Raise ValueError for methods without a name, and if ``config.condense`` names other methods than layers run."""
     methods, config = condensed_layers(model), model.config.get_text_config(decoder=True)
     check_names(methods.values())
     if not methods or not is_condensed(model):
@@ -135,7 +135,7 @@ def _check_saved(model: PreTrainedModel) -> None:
 
 
 def _write_card(path: Path, methods: dict[int, Method]) -> None:
-    """Write a README that says how to load the model, unless there is another; for a stock model remove this one."""
+    """Write a README on loading the model, unless the user has one; for a stock model, remove one written here."""
     card = resources.files("condense").joinpath("assets/model_card.md").read_text(encoding="utf-8")
     is_own = path.is_file() and path.read_text("utf-8", "replace").startswith(card.partition("{")[0])
     if methods and path.parent.is_dir() and (is_own or not path.exists()):
@@ -176,7 +176,7 @@ def _prepare_cache(
         ensure_layers(cache, all_methods(self))
         if isinstance(cache, StaticCache):
             mask = model_kwargs.get("attention_mask")
-            # looking at the mask waits for the device
+            # only compiled forwards ask for it, since looking at the mask waits for the device
             is_plain = is_compiled(self) and (mask is None or bool(mask.all()))
             for layer in cache.layers:
                 if isinstance(layer, StaticCondensedLayer):
@@ -209,8 +209,8 @@ def _compiled_call(stock: Any, self: Any, compile_config: Any) -> Any:
 def _stops_late(
     stock: Any, device: torch.device, cache: Cache | None, cache_is_returned: bool, is_assistant: bool
 ) -> bool:
-    # the step behind a text's end, whose token transformers drops, writes to a cache that nobody reads after it. But
-    # transformers records the event that the host waits for on the current device, even if the model is on another
+    # one step too many does no harm: transformers drops its token, and nobody reads the cache of one call afterwards.
+    # But transformers records the event that the host waits for on the current device, even if the model is on another
     is_here = device.type != "cuda" or device.index in (None, torch.cuda.current_device())
     is_own = isinstance(cache, CacheOfOneCall) and not is_assistant and is_here
     return is_own or bool(stock(device, cache, cache_is_returned, is_assistant))
@@ -246,7 +246,7 @@ def _check_generation(
             f"cache_implementation={kind!r} cannot be condensed: leave it unset, a condensed cache stays small "
             "while it grows, or choose 'static'"
         )
-    # the first forward must read exactly the prompt, as a method that looks ahead needs its end
+    # a method that looks ahead needs the prompt's end, so the first forward must read exactly the prompt
     ahead = next((method for method in methods.values() if method.layout.lookahead is not None), None)
     ways_out = {
         "unset prefill_chunk_size": generation_config.prefill_chunk_size is not None,

@@ -34,15 +34,15 @@ from condense.state import num_entries
 class LayerReport:
     """One layer at one length, batch 1.
 
-    heads, kv_heads: of queries, and of keys and values. width, value_width: of a head's keys and values. Entries per KV
-    head, or for all heads where latents are cached (MLA), with the exact tokens in Recall's store or slots; bytes of
-    what a cache keeps on the device after a prefill of that length, without the spare room of buffers that a step
-    changes: 1/32 and some columns. host_bytes: exact tokens in host memory (``Recall(store="host")``). read_bytes: what
-    a step after them reads, wherever it lies.
+    heads: query heads. kv_heads: KV heads. width, value_width: of one key and one value. method: None for a layer that
+    stays stock; then both columns, dense and condensed, are the stock figures.
 
-    FLOPs count attention over visible keys, pooling and the scores of Recall's index, with the products that only
-    latents need for it, and no other projections. method: None for a layer that stays stock; then both columns are the
-    stock figures. remark: what the figures do not say, or None.
+    entries: entries and exact tokens on the device, those in Recall's store or slots included, per KV head, or for all
+    heads together with latents (MLA). bytes: of the cache on the device after the prompt, without the spare room in its
+    buffers (1/32 and some columns). host_bytes: of exact tokens in host memory (``Recall(store="host")``). read_bytes:
+    what the next step reads, on the device or the host. flops: of attention over visible keys, pooling, the scores of
+    Recall's index, and the products that only latents need for it; of no other projections. remark: what the figures
+    do not say, or None.
     """
 
     layer: int
@@ -166,7 +166,7 @@ class _Heads:
             absorbed, expanded = (2 * num_q * module.kv_lora_rank * d for d in (d_n, d_n + d_v))
             latents = CachedHeads(1, module.kv_lora_rank + d_r, 0)
             return cls(num_q, d_n + d_r, d_v, latents, absorbed + num_q * d_r, expanded, absorbed)
-        # of the module first, because layers of one model may differ, and then not all configurations say how
+        # the module is asked first: layers of one model may differ, and not every configuration says how
         width = getattr(module, "head_dim", None) or getattr(config, "head_dim", None) or config.hidden_size // num_q
         value_width, groups = getattr(module, "v_head_dim", width), getattr(module, "num_key_value_groups", None)
         num_kv = num_q // groups if groups else getattr(config, "num_key_value_heads", None) or num_q
@@ -174,12 +174,12 @@ class _Heads:
 
     @property
     def scored(self) -> int:
-        """Numbers of one entry, or one token, of all KV heads that a summary query scores."""
+        """Numbers in the keys of one entry, or one token, over all KV heads: the part that a summary query scores."""
         return self.cached.num * self.cached.width
 
     @property
     def entry_numbers(self) -> int:
-        """Numbers in one entry, or one token, of all KV heads."""
+        """Numbers in the keys and values of one entry, or one token, over all KV heads."""
         return self.scored + self.cached.num * self.cached.value_width
 
     def flops(self, method: Method, length: int) -> int:
@@ -207,7 +207,7 @@ class _Heads:
         return self.num_q * 2 * (self.width + self.value_width)
 
     def _selected(self, method: DGA, tokens: int) -> int:
-        """FLOPs for a prompt of ``tokens`` tokens, if focal tokens are spread evenly over them."""
+        """FLOPs of a prompt of ``tokens`` tokens whose focal tokens DGA chooses, if these are spread evenly."""
         focal, g = int(method.prompt_focal(tokens)), method.group_size
         groups = (tokens - focal) // g
         # half of the entries on average, and of the members of the group in progress
@@ -220,9 +220,9 @@ class _Heads:
     def _recalled(self, method: Method, choice: ChoiceSettings, length: int) -> int:
         """FLOPs of a prompt that Recall reads: every query scores the index of all closed groups, then attends.
 
-        Where all groups are open, none scores it. With ``prompt="shared"`` one of many does, and those that choose for
-        themselves open no more than others. With latents, absorbed queries score the index, and stored tokens are
-        expanded.
+        Where all groups are open, no query scores it. With ``prompt="shared"`` one query per `SHARED` groups does, and
+        the last `OWN_CHOICES`, which are counted as opening no more groups than the others. With latents, absorbed
+        queries score the index, and stored tokens are expanded.
         """
         rule, groups = method.layout.rule, int(num_entries(method, tokens_left(method, length)))
         closed, opened = sum_closed(rule, length, None), sum_opened(rule, choice.prompt_quota, length)

@@ -16,7 +16,7 @@ from condense.models.stock import LocalChunks
 def read_tokens(
     call: AttentionCall, method: Method, q: Tensor, k: Tensor, v: Tensor, *, latent_width: int | None = None
 ) -> Context:
-    """Read new tokens into the call's layer of the cache, a condensed one; without a cache, alone, and keep nothing.
+    """Add new tokens to the call's condensed cache layer, and return what they attend to; without a cache, themselves.
 
     q ``[B, H, L, D]``, k ``[B, K, L, D]``, v ``[B, K, L, Dv]``, aligned. latent_width: as in
     `condense.Method.for_latents`, None for ordinary keys.
@@ -29,7 +29,7 @@ def read_tokens(
     trailing = q.shape[2] if call.padding is None else call.padding.trailing
     request = ReadRequest(q, call.scale, call.plan, trailing, latent_width)
     context = cache.update(k, v, layer_idx, request=request)[0]
-    # begin to copy the stored tokens of the next layer that has a store; not for a single token, mostly read in a step
+    # begin to copy the stored tokens of the next layer with a store; single tokens mostly go through steps instead
     if q.shape[2] > 1:
         for layer in cache.layers[layer_idx + 1 :]:
             if isinstance(layer, CondensedCacheLayer) and layer.fetch():
@@ -38,7 +38,7 @@ def read_tokens(
 
 
 def condensed_layer(cache: Cache, layer_idx: int, method: Method) -> CondensedLayer | StaticCondensedLayer:
-    """``cache.layers[layer_idx]``, made one of ``method`` first if it is another; errors as of `ensure_layers`."""
+    """Layer ``layer_idx`` of a cache, first made a layer of ``method`` if it is none; raises as `ensure_layers`."""
     layers: Any = getattr(cache, "layers", ())  # an encoder-decoder cache has none, and is refused
     if layer_idx >= len(layers) or getattr(layers[layer_idx], "method", None) is not method:
         ensure_layers(cache, {layer_idx: method})
@@ -111,7 +111,7 @@ def _is_ready(layer: CacheLayerMixin, method: Method) -> bool:
         other = "with other settings" if held == new else f"not {new}"
         raise ValueError(f"the cache already holds tokens condensed by {held}, {other}; give the model a new cache")
     if layer.get_seq_length() > 0:
-        # no method is named: nobody chose that of a layer with a sliding window
+        # the error names no method, because nobody chose the method of a layer with a sliding window
         raise ValueError(
             "the cache already holds dense entries (from a stock model, or from prefix tuning, which condensed "
             "attention does not support); give the model a new cache: none, or DynamicCache(config=model.config)"

@@ -1,4 +1,4 @@
-"""The mask function registered with transformers under the name `condense`, and padding among the new slots of rows.
+"""The mask function registered with transformers under the name `condense`, and the padding among new slots.
 
 Attention needs every row right-aligned, which rows padded on the left, as in generation, are already. Padding elsewhere
 (second turns of different lengths, padding on the right) is moved to the left, and the outputs are moved back.
@@ -101,19 +101,19 @@ def _is_causal(mask_function: Callable[..., Any], restrictions: tuple[str, ...])
         return True
     module = getattr(mask_function, "__module__", None)
     if module is None and torch.compiler.is_compiling():
-        return True  # PyTorch 2.11 does not say, while it traces, where a closure is from; composed masks are closures
+        return True  # while PyTorch 2.11 traces, closures have no ``__module__``, and composed masks are closures
     if module != masking_utils.__name__:
         return False
     name = mask_function.__qualname__
     if name not in _COMPOSED:
         return name in restrictions
     if torch.compiler.is_compiling():
-        return True  # a closure cannot be read there; use_vmap tells what a caller adds to transformers' own masks
+        return True  # a traced closure cannot be read; what a caller adds to stock masks shows in use_vmap
     return all(_is_causal(part, restrictions) for part in _parts(mask_function))
 
 
 def _parts(mask_function: Callable[..., Any]) -> tuple[Callable[..., Any], ...]:
-    """The mask functions of which one of `_COMPOSED` is composed."""
+    """The mask functions that a composed one (`_COMPOSED`) closes over."""
     parts = inspect.getclosurevars(mask_function).nonlocals[_COMPOSED[mask_function.__qualname__]]
     return parts if isinstance(parts, tuple) else (parts,)
 
@@ -158,10 +158,7 @@ class Padding(NamedTuple):
 
 
 def find_padding(real: Tensor) -> Padding | None:
-    """The padding of slots, which are tokens where ``real`` (bool ``[B, L]``); None if all are.
-
-    Waits for the device.
-    """
+    """The padding of slots, None without any; real: bool ``[B, L]``, True at tokens. Waits for the device."""
     host = real.cpu()
     if bool(host.all()):
         return None

@@ -23,7 +23,7 @@ from condense.ops.latents import Ranks
 
 
 def condensed_latents(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, entries: Tensor) -> Tensor:
-    """Condensed attention ``[B, H, L, d_v]`` of new right-aligned tokens, over these and what the cache holds.
+    """Condensed attention ``[B, H, L, d_v]`` of new right-aligned tokens to themselves and the tokens in the cache.
 
     q and k ``[B, H, L, d_n + d_r]``, v ``[B, H, L, d_v]``: as the stock forward expanded the new tokens;
     entries ``[B, 1, L, d_c + d_r]``: their latents and rope keys; only these are cached.
@@ -65,12 +65,12 @@ def _matrix(projection: nn.Module, rows: int, columns: int, like: Tensor) -> Ten
     weight: Any = getattr(projection, "weight", None)
     is_float = isinstance(weight, Tensor) and weight.is_floating_point()
     is_plain = type(projection) is nn.Linear and type(weight) is nn.Parameter and is_float and projection.bias is None
-    # what changes its results from outside is part of the matrix
+    # hooks and a replaced forward change the results, so they are part of the matrix
     is_plain &= not (projection._forward_hooks or projection._forward_pre_hooks or "forward" in vars(projection))
     if is_plain and weight.shape == (rows, columns) and weight.device == like.device:
         return weight
     biases = (getattr(module, "bias", None) for module in projection.modules())
-    # PyTorch's own quantised layers have a method of this name
+    # in PyTorch's own quantised layers ``bias`` is a method
     if any((bias() if callable(bias) else bias) is not None for bias in biases):
         raise ValueError(
             "kv_b_proj must have no bias, because entries of latents are read through its matrix alone: leave "
@@ -85,7 +85,7 @@ def _matrix(projection: nn.Module, rows: int, columns: int, like: Tensor) -> Ten
 
 
 def hook_arguments(module: nn.Module) -> set[str]:
-    """Names of what hooks add to forwards of a module and its parts: PEFT's ``adapter_names``, one for each row."""
+    """Names of arguments that hooks add to the forwards of a module and its parts, such as PEFT's ``adapter_names``."""
     hooks = (hook for part in module.modules() for hook in part._forward_pre_hooks.values())
     return {name for hook in hooks for name in getattr(hook, "keywords", ())}
 
@@ -102,7 +102,7 @@ def check_latents(methods: Mapping[int, Method], attentions: dict[int, nn.Module
 
 
 def head_mesh(module: nn.Module, heads: int) -> DeviceMesh | None:
-    """The processes that a module's heads are spread over, None if this one has all of them.
+    """The mesh of processes that a module's heads are spread over, None if this process has all heads.
 
     Raises ValueError if heads are on other ranks and kv_b_proj.weight is not sharded over a mesh of one dimension.
     """
@@ -119,6 +119,8 @@ def head_mesh(module: nn.Module, heads: int) -> DeviceMesh | None:
 
 
 def _shared(x: Tensor, mesh: DeviceMesh, placement: Placement) -> Tensor:
-    """The same tensor on every rank, of its parts (`Partial`) or of copies (`Replicate`); gradients are summed."""
+    """The whole tensor on every rank, reduced from parts (`Partial`) or one of equal copies (`Replicate`). Gradients
+    are summed over the ranks.
+    """
     whole = DTensor.from_local(x, mesh, [placement]).redistribute(placements=[Replicate()])
     return whole.to_local(grad_placements=[Partial()])

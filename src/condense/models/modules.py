@@ -28,12 +28,12 @@ def check_stock(model: nn.Module) -> None:
 
 
 def all_methods(model: nn.Module) -> dict[int, Method]:
-    """Layer index to method in a cache: `condensed_layers`, and for the others what computes the same as they do."""
+    """Layer index to the method of its cache: as in `condensed_layers`; for stock layers one that computes the same."""
     return {i: method_of(m) for i, m in condensed_modules(model).items()}
 
 
 def condensed_modules(model: nn.Module) -> dict[int, CondensedAttention]:
-    """The attention modules of a model in which layers are condensed, stock layers too; none of a stock model."""
+    """The attention modules of a condensed model by layer, those of stock layers included; empty for a stock model."""
     return by_layer(m for m in model.modules() if isinstance(m, CondensedAttention))
 
 
@@ -55,7 +55,7 @@ def attentions_of(model: nn.Module) -> tuple[PreTrainedModel, dict[int, nn.Modul
         wrong.append(f"{name} cannot be condensed: {reason}")
     if any(getattr(module, "is_causal", True) is False for module in found):
         wrong.append(f"{name} has bidirectional attention: only causal models can be condensed")
-    # accelerate's hooks keep the forward that they call
+    # accelerate's hooks replace ``forward`` too, but call the condensed one, which they keep as ``_old_forward``
     patched = [m.layer_idx for m in found if "forward" in vars(m) and "_old_forward" not in vars(m)]
     if patched:
         wrong.append(
@@ -80,7 +80,7 @@ def _resembles_known(module: nn.Module) -> bool:
 
 
 def _closest(base: PreTrainedModel) -> str:
-    """The end of an error about unknown classes: the model's, and known ones that are their bases or named alike."""
+    """The end of an error about unknown classes: names them, and known classes that are their bases or named alike."""
     classes = {type(m).__name__: type(m) for m in base.modules() if hasattr(m, "layer_idx") and hasattr(m, "config")}
     if not classes:
         return ""

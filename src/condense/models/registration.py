@@ -19,7 +19,7 @@ from condense.models.families import REGISTERED, sliding_window, transformers_mo
 
 _LENGTH, _PROMPT, _PADS = 24, 13, 5
 _POOLED = CCA(group_size=2, window=4)
-# under these a condensed layer computes what its stock layer does: nothing is pooled yet, and groups of one token
+# methods that equal the stock layer: one pools nothing within _LENGTH tokens, the other has groups of one token
 _STOCK = (CCA(group_size=2, window=_LENGTH), CCA(group_size=1, window=0))
 
 
@@ -54,7 +54,7 @@ def register(cls: type[nn.Module], model: nn.Module) -> type[nn.Module]:
         if not known:
             REGISTERED.discard(cls)
         raise ValueError(f"{cls.__name__} cannot be condensed: {error}") from error
-    condensed_class(cls)  # where pickle finds it
+    condensed_class(cls)  # makes the condensed subclass, so that pickle finds it
     return cls
 
 

@@ -38,8 +38,8 @@ def replayable_cache(
     """A static cache of ``length`` tokens in place of the growing one made by `generate`, if its steps can be replayed.
 
     They can on one CUDA device with one forward per token (greedy or sampled), for a model that transformers can
-    compile as one graph. Otherwise ``cache`` is returned; so it is if the caller chose a cache, its implementation,
-    ``disable_compile`` or ``return_dict_in_generate``, which returns the cache.
+    compile as one graph. ``cache`` itself is returned otherwise, and if the caller chose a cache, its implementation,
+    ``disable_compile`` or ``return_dict_in_generate``, by which `generate` returns the cache.
     """
     chosen = generation_config.cache_implementation is not None or generation_config.return_dict_in_generate
     if type(cache) is not DynamicCache or cache.offloading or chosen or mode not in _ONE_FORWARD_PER_TOKEN:
@@ -58,7 +58,7 @@ def replayable_cache(
 
 
 def static_length(length: int) -> int:
-    """The size of a static cache for so many tokens."""
+    """The size of a static cache for ``length`` tokens, a multiple of `_BLOCK`."""
     return -(-length // _BLOCK) * _BLOCK
 
 
@@ -125,7 +125,7 @@ class ReplayedForward:
     def _begin(self, cache: Cache, ids: Tensor | None) -> None:
         """Prepare to notice rows that end, unless the first call reads a part of the prompt, in which no row ends.
 
-        If there is one row, its end is that of the call.
+        A single row needs no notice: `generate` stops when it ends.
         """
         self._has_begun = True
         is_own = isinstance(cache, CacheOfOneCall) and bool(cache.ends)

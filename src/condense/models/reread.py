@@ -1,9 +1,9 @@
 """Reading prompts again, by `condense.Method.reread`: a hook of the decoder, and the cache of the pieces.
 
 The first reading is an ordinary forward, after which each layer's cache holds the whole prompt. The hook then calls the
-decoder on pieces of the prompt, several at once as rows of a batch, over a cache of their own: in it, layers that drop
-tokens look up what theirs hold and note the weights that it gets; layers with another attention begin anew with each
-piece.
+decoder on pieces of the prompt, several at once as rows of a batch, over a cache of their own: there, layers that drop
+tokens read the prompt's keys and values from their first cache and note the attention weights that these get; all other
+layers begin anew with each piece.
 
 Shapes: B rows, L slots of the prompt, P pieces of c tokens read at once, S keys, K KV heads.
 """
@@ -27,22 +27,22 @@ from condense.models.mla import hook_arguments, up_projection
 from condense.ops import RuleSpans, Source, UniformRule, attend, largest_weights
 
 _HOOK = "condense_rereading"
-# arguments of a decoder's forward that hold something for each token, ``[B, L, ...]``
+# arguments of a decoder's forward that are split with the prompt, ``[B, L, ...]``
 _INPUTS = ("input_ids", "inputs_embeds", "per_layer_inputs", "token_type_ids")
-# further tensors that every forward may be given: the pieces have positions, masks and caches of their own
+# further tensors that a forward may be given; pieces get positions, masks and caches of their own instead
 _OWN = {"attention_mask", "position_ids", "cache_position", "position_embeddings"}
-# tokens of all rows that are read again at once, or a piece of each: fewer leave a GPU waiting for the host; on a CPU
-# more take memory and no less time
+# most tokens, of all rows together, that are read again at once, or one piece of each row: fewer leave a GPU waiting
+# for the host; on a CPU more take memory and save no time
 _MOST_TOKENS = {"cpu": 1}
 _MOST_ELSEWHERE = 16_384
-# rows that pieces make of a batch: kernels have a limit of 65,535 rows times KV heads, of which latents have 128
+# most rows of pieces in a batch: kernels take 65,535 rows times KV heads at most, and latents expand to 128 heads
 _MOST_ROWS = 128
 _CAUSAL = UniformRule(chunk=1, window=None, max_chunks=0)
 
 
 def check_readings(attentions: Mapping[int, nn.Module], methods: Mapping[int, Method]) -> None:
-    """Raise ValueError if methods of a model's layers have two settings of `condense.Method.reread`, or one that drops
-    tokens where the pieces cannot have a cache of their own.
+    """Raise ValueError if the methods of a model's layers differ in `condense.Method.reread`, or if one drops tokens
+    in a model that takes no cache but its own, as pieces need one.
     """
     config: Any = next(iter(attentions.values())).config
     for method in methods.values():
@@ -59,9 +59,9 @@ def check_readings(attentions: Mapping[int, nn.Module], methods: Mapping[int, Me
 
 
 def watch(model: nn.Module, attentions: Mapping[int, nn.Module], methods: Mapping[int, Method]) -> None:
-    """Make the decoder in ``model`` read prompts again if one of its layers' methods needs it; else stop that.
+    """Hook the decoder in ``model`` to read prompts again if a method of its layers needs it; else remove the hook.
 
-    Raises ValueError, nothing changed, as `check_readings`.
+    Raises ValueError as `check_readings`, and changes nothing then.
     """
     check_readings(attentions, methods)
     for module in model.modules():
@@ -75,12 +75,12 @@ def watch(model: nn.Module, attentions: Mapping[int, nn.Module], methods: Mappin
 
 
 class Pieces(DynamicCache):
-    """The cache of ``size`` = P pieces of c tokens of each row's prompt while they are read again, as B * P rows.
+    """The cache, of B * P rows, while P pieces of c tokens of each row's prompt are read again. size: (P, c).
 
-    held: what the layers under ``method`` hold of the prompt, by layer, keys and values ``[B, K, L, D]``, left-aligned.
-    scores: of the tokens of these layers ``[B, K, L]``, set to the weights that the queries of their own piece give
-    them; so sinks, which stay whatever they get, are scored by the first piece alone. tokens: real ones per row, int64
-    CPU ``[B]``. start: the first token of the first piece. behind: the slot behind the prompt, padding counted.
+    held: for each layer under ``method`` the keys and values of the whole prompt, ``[B, K, L, D]``, left-aligned.
+    scores: for each of these layers ``[B, K, L]``, set to the largest weight that a query of a token's own piece gives
+    it; so sinks, which stay in any case, are scored by the first piece alone. tokens: real ones per row, int64 CPU
+    ``[B]``. start: the first token of the first piece. behind: slots of the prompt, padding included.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Pieces(DynamicCache):
         begins = start + self._c * torch.arange(self._P, device="cpu")
         sinks = begins.clamp(max=method.sink)
         real = (tokens[:, None] - begins).clamp(0, self._c)  # [B, P]
-        # a piece's tokens, then sinks, then whatever, which no query sees
+        # columns of a piece: its tokens, then the sinks, then any tokens to fill up, which no query sees
         column = torch.arange(self._c + int(sinks.max()), device="cpu")
         inside = column < real[..., None]
         columns = torch.where(
@@ -103,7 +103,7 @@ class Pieces(DynamicCache):
         self._copies: dict[torch.device, list[Tensor]] = {}
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """Attention ``[B * P, H, c, Dv]`` over each piece where it stands in the prompt, sinks, and the piece so far.
+        """Attention ``[B * P, H, c, Dv]`` of pieces: to the piece in the first cache, the sinks, and itself, causally.
 
         Raises ValueError for heads that are spread over processes.
         """
@@ -113,7 +113,7 @@ class Pieces(DynamicCache):
                 f"reread cannot be tensor parallel: its choice is for all heads, and {q.shape[1]} of {heads} are here"
             )
         rows, columns, padding = self._on(q.device)
-        # rows of a piece are copied once, in the order of tokens, which the kernels can read
+        # tokens of a piece are copied once, token by token: kernels read these strides without another copy
         k, v = (x.transpose(1, 2)[rows, columns].flatten(0, 1).transpose(1, 2) for x in self.held[call.layer_idx])
         if is_latent(call.module):
             k, v = up_projection(call.module, heads, q).expand(k)
@@ -126,7 +126,7 @@ class Pieces(DynamicCache):
         lse = lse.masked_fill(padding.flatten(0, 1)[:, None], torch.inf)
         best = largest_weights(q, k[:, :, : self._c], lse, scale=call.scale, softcap=call.extras.softcap)
         scores = self._scores[call.layer_idx][:, :, self._start :]
-        # latents are one KV head, expanded for each query head
+        # latents are one KV head, which was expanded to a key for each query head
         best = best.unflatten(1, (scores.shape[1], -1)).amax(2).unflatten(0, (-1, self._P))  # [B, P, K, c]
         stop = min(scores.shape[2], self._P * self._c)
         scores[:, :, :stop] = best.transpose(1, 2).flatten(2)[:, :, :stop]
@@ -140,7 +140,7 @@ class Pieces(DynamicCache):
 
 
 def _read_again(decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    """The forward hook: if the forward has read a prompt into a cache that waits for it, read it again."""
+    """Read the prompt again if the forward has read one into a cache that waits for that (a forward hook)."""
     cache = kwargs.get(CACHE)
     if cache is None:
         results = output.values() if isinstance(output, Mapping) else output
@@ -153,7 +153,7 @@ def _read_again(decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[st
 @torch.compiler.disable(reason="the tokens of a prompt that stay are counted on the host")
 @torch.no_grad()
 def _evict(decoder: PreTrainedModel, given: Mapping[str, Any], cache: Any, waiting: list[int]) -> None:
-    """Read the prompt again, and let the layers ``waiting`` of its cache keep what was looked at.
+    """Read the prompt again, and let the cache's layers ``waiting`` keep the tokens with the largest weights.
 
     given: the arguments of the decoder's forward that read the prompt.
     """
@@ -171,15 +171,14 @@ def _evict(decoder: PreTrainedModel, given: Mapping[str, Any], cache: Any, waiti
         _check_given(decoder, given, layers[waiting[0]].method)
         _score(decoder, given, inputs, real, prompts, scores, method)
     kept, counts = method.chosen([*scores.values()], tokens)
-    del prompts  # each layer frees its own
+    del prompts  # so that each layer can free its prompt in turn
     for layer, of_layer, count in zip(layers.values(), kept, counts, strict=True):
         layer.keep(of_layer, count)
 
 
 def _check_given(decoder: nn.Module, given: Mapping[str, Any], method: Method) -> None:
-    """Raise ValueError for tensors among the arguments of a forward of which a piece cannot be given its part.
-
-    method: of a layer, for errors.
+    """Raise ValueError, naming ``method``, if a forward was given tensors that cannot be split among the pieces of the
+    prompt.
     """
     tensors = {name for name, x in given.items() if any(isinstance(leaf, Tensor) for leaf in tree_leaves(x))}
     tensors |= hook_arguments(decoder) & {"alora_offsets"}  # where adapters of PEFT begin in the prompt
@@ -195,7 +194,7 @@ def _score(
     decoder: PreTrainedModel, given: Mapping[str, Any], inputs: Mapping[str, Tensor], real: Tensor,
     prompts: Mapping[int, tuple[Tensor, ...]], scores: Mapping[int, Tensor], method: Reread,
 ) -> None:  # fmt: skip
-    """Read a prompt's pieces again, which sets ``scores`` (see `Pieces`). real: as of `_real`; prompts: by layer."""
+    """Set ``scores`` by reading the prompt's pieces again (see `Pieces`). real: from `_real`; prompts: by layer."""
     tokens = real.sum(1).cpu()
     length, B = int(tokens.max()), len(tokens)
     # a row's real slots, in order, then its padding
@@ -204,7 +203,7 @@ def _score(
     behind = _behind(given.get("position_ids"), real, counts=counts_tokens(config))
     c = min(length, method.piece)
     for end in last_positions(config):
-        if behind.max() <= end:  # keys of the prompt were rotated as positions before this end are
+        if behind.max() <= end:  # the prompt's positions are before this end, so the pieces' must be too
             behind = behind.clamp(max=end - c)
     positions = (behind[:, None] + torch.arange(c, device="cpu")).to(order.device)
     # a decoder of another repository may have the older name
@@ -215,7 +214,7 @@ def _score(
             P = min(-(-(length - start) // c), most)
             columns = torch.arange(start, start + P * c, device=order.device).clamp(max=order.shape[1] - 1)
             slots = order[:, columns].unflatten(1, (P, c))
-            # some may be one row for all
+            # an input may be one row for the whole batch
             repeated = {name: x.expand(B, *x.shape[1:])[rows, slots].flatten(0, 1) for name, x in inputs.items()}
             pieces = Pieces(config, method, prompts, scores, tokens, start, (P, c), order.shape[1])
             places = positions.repeat_interleave(P, 0)
@@ -223,30 +222,30 @@ def _score(
 
 
 def _pieces_at_once(decoder: nn.Module, prompts: Tensor, c: int) -> int:
-    """Pieces of c tokens of each of the prompts ``[B, L]`` that are read again at once."""
-    if "adapter_names" in hook_arguments(decoder):  # PEFT's adapters by row are for as many rows as there are prompts
+    """Number of pieces of c tokens of each of the prompts ``[B, L]`` to read again at once."""
+    if "adapter_names" in hook_arguments(decoder):  # PEFT has one adapter name per prompt, so rows must stay prompts
         return 1
     most = _MOST_TOKENS.get(prompts.device.type, _MOST_ELSEWHERE)
     return max(1, min(most // c, _MOST_ROWS) // len(prompts))
 
 
 def _behind(positions: Tensor | None, real: Tensor, *, counts: bool) -> Tensor:
-    """The position behind each row's last token, int64 CPU ``[B]``.
+    """The position that follows each row's last token, int64 CPU ``[B]``.
 
-    positions: the caller's, ``[..., B or 1, L]``. real: as of `_real`. counts: whether without these the model counts
-    real tokens, or slots.
+    positions: the caller's, ``[..., B or 1, L]``, or None. real: from `_real`. counts: whether the model, given no
+    positions, counts real tokens; it counts slots otherwise.
     """
     if positions is None:
         positions = real.cumsum(1) - 1 if counts else torch.arange(real.shape[1], device=real.device)
-    if positions.ndim == 3:  # by time, height and width of pictures, and in some models a count of tokens before these
+    if positions.ndim == 3:  # time, height and width in pictures, which some models put after a count of tokens
         positions = positions[-3:].amax(0)
     return positions.to(real.device).expand(real.shape).masked_fill(~real, -1).amax(1).cpu() + 1
 
 
 @contextmanager
 def _rotations_stay(decoder: nn.Module) -> Iterator[None]:
-    """For the length of a ``with`` block, keep rotary embeddings from growing with the text, by which those of the type
-    "dynamic" would rotate pieces by other factors than the prompt; then let them be as before.
+    """Hold rotary embeddings of the type "dynamic" fixed in a ``with`` block: they would grow with the text and rotate
+    pieces by other factors than the prompt. Afterwards they are as before.
     """
     grown = [
         (m, {**vars(m)}, {**m._buffers})
@@ -254,7 +253,7 @@ def _rotations_stay(decoder: nn.Module) -> Iterator[None]:
         if hasattr(m, "max_seq_len_cached") and "dynamic" in str(getattr(m, "rope_type", "dynamic"))
     ]
     for module, attributes, _ in grown:
-        if hasattr(module, "rope_type"):  # else of another repository, and may keep rotations up to that length alone
+        if hasattr(module, "rope_type"):  # others, from other repositories, may hold a table of just that length
             vars(module).update({name: math.inf for name in attributes if name.endswith("max_seq_len_cached")})
     try:
         yield
@@ -267,7 +266,7 @@ def _rotations_stay(decoder: nn.Module) -> Iterator[None]:
 
 
 def _real(mask: Any, inputs: Tensor) -> Tensor:
-    """The slots of a prompt that hold tokens, bool ``[B, L]``; mask: a user's, or of `condense_mask`."""
+    """The slots of a prompt that hold tokens, bool ``[B, L]``; mask: a user's, or from `condense_mask`."""
     B, L = inputs.shape[:2]
     if isinstance(mask, Mapping):  # one for each kind of layer
         mask = next((x for x in mask.values() if x is not None), None)

@@ -6,13 +6,13 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from condense.models.families import asset
 
-# The values that decide time and memory, and the positions. minicpm3-4b has another initializer_range than its own,
-# 0.1, with which no comparison of logits is meaningful.
+# Only values that decide time and memory, and the number of positions. minicpm3-4b's initializer_range is changed: with
+# its own, 0.1, no comparison of logits is meaningful.
 MODEL_SHAPES: dict[str, dict[str, Any]] = asset("model_shapes.json")
 
 
 def check_shape(name: str) -> str:
-    """The name. Raises ValueError for an unknown one."""
+    """Return the name of a shape. Raises ValueError for an unknown one."""
     if name not in MODEL_SHAPES:
         raise ValueError(f"shape must be one of {', '.join(MODEL_SHAPES)}, got {name!r}")
     return name

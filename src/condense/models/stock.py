@@ -1,7 +1,7 @@
 """Methods that compute what stock layers do: layers that stay stock inside a condensed model attend by these.
 
-So they take part in its padding, packed documents and caches: a condensed model's mask expresses padding alone, and no
-layer may count tokens on the host in a graph that is replayed.
+Stock attention would fail there: a condensed model's mask expresses padding alone, and no layer may count tokens on the
+host in a graph that is replayed.
 """
 
 from collections.abc import Iterable
@@ -40,10 +40,10 @@ def stock_method(module: nn.Module) -> Method:
 
 
 def reads_otherwise(methods: Iterable[Method]) -> Method | None:
-    """The first method that reads several tokens at once in another way than single ones; None if there is none."""
+    """The first method that reads a prompt in another way than single tokens; None if there is none."""
     return next((method for method in methods if method.as_steps is not method), None)
 
 
 def method_of(module: Any) -> Method:
-    """The method that a layer computes: its own, or for a layer that stays stock that of `stock_method`."""
+    """The method that a layer computes: the one it was given, or for a layer that stays stock its `stock_method`."""
     return module.condense_method or module.condense_stock

@@ -1,7 +1,6 @@
-"""Projections of the same input beside each other, on streams of their own, in steps that a CUDA graph captures and in
-those before it that warm up.
+"""Projections of one input on several CUDA streams at once, in steps that a graph captures and that warm up for it.
 
-A step of one token reads each weight once, and those of k and v are too small to keep a GPU busy alone.
+A step of one token reads each weight once, and the weights of k and v are too small to keep a GPU busy alone.
 """
 
 import functools
@@ -26,7 +25,7 @@ _OF_ONE_INPUT = (
 def parallel_projections(model: nn.Module) -> Iterator[None]:
     """For the length of a ``with`` block, compute projections that read the same input at the same time, on CUDA.
 
-    Only linear layers of PyTorch whose forward is their own, and only in this thread. The results are the same bits.
+    This holds for plain ``nn.Linear`` layers without a replaced forward, in this thread. Results are equal to the bit.
     """
     changed: list[nn.Module] = []
     try:
@@ -51,7 +50,7 @@ def _groups(model: nn.Module) -> Iterator[Sequence[nn.Module]]:
 
 
 class _Together:
-    """Layers that read the same input: the first one that is called starts the others beside itself."""
+    """Layers that read the same input: the first one called computes the outputs of all, the others return theirs."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self._forwards = [layer.forward for layer in layers]
@@ -61,7 +60,7 @@ class _Together:
         self._outputs: dict[int, Tensor] = {}
 
     def reader(self, i: int) -> Callable[[nn.Module, Tensor], Tensor]:
-        """The forward of layer i."""
+        """The forward that takes the place of layer i's own."""
 
         def forward(_: nn.Module, x: Tensor) -> Tensor:
             if threading.get_ident() != self._owner:
@@ -69,17 +68,17 @@ class _Together:
             if self._input is not x or i not in self._outputs:
                 self._input, self._outputs = x, self._read_all(i, x)
             out = self._outputs.pop(i)
-            if not self._outputs:  # a graph would keep their memory
+            if not self._outputs:  # release the input, whose memory a graph would keep
                 self._input = None
             return out
 
         return forward
 
     def _read_all(self, i: int, x: Tensor) -> dict[int, Tensor]:
-        """Outputs of all layers for x; that of layer i on the caller's stream.
+        """Outputs of all layers for x; layer i is computed on the caller's stream.
 
-        The others wait for all that this stream did before, and it waits for them: so memory that one of them frees is
-        not written anew while another still reads it.
+        The other streams wait for what this stream did before, and it waits for them: so memory that is freed on one
+        is not written anew while another still reads it.
         """
         main, others = torch.cuda.current_stream(x.device), [j for j in range(len(self._forwards)) if j != i]
         found = {}

@@ -1,4 +1,4 @@
-"""A number while a model runs: how much of attention stays closed in the steps of layers with Recall.
+"""The share of attention that falls to closed groups in steps of layers with Recall, measured while a model runs.
 
 Shapes: B rows, H query heads, K KV heads, G groups of g tokens, W slots of the window's ring, D width.
 """
@@ -20,7 +20,7 @@ from condense.ops.tensors.ring import newest_numbers
 
 @torch.compiler.disable(reason="condense.closed_mass looks at every step: compile without fullgraph in its block")
 def _note(shares: list[Tensor], q: Tensor, real: Tensor | None, layer: CondensedCacheLayer, scale: float) -> None:
-    """Add to ``shares`` that of a step that ``layer`` has just made; q ``[B, H, 1, D]``, real as in the step."""
+    """Append the `unread_share` of the step that ``layer`` has just made to ``shares``; q and real: of the step."""
     if q.is_cuda and torch.cuda.is_current_stream_capturing():
         raise ValueError("closed_mass looks at every step, got one captured in a CUDA graph: leave the block")
     assert layer.buffers is not None
@@ -32,8 +32,8 @@ def _note(shares: list[Tensor], q: Tensor, real: Tensor | None, layer: Condensed
 def unread_share(q: Tensor, state: StepState, settings: StepSettings, scale: float) -> Tensor:
     """The share of dense attention's weights on closed groups that are not open, ``[B, H]`` float32 or wider, 0 to 1.
 
-    q ``[B, H, 1, D]``: the query of a row's newest token, after the step that has added it to the state; of latents the
-    absorbed one. Tokens of closed groups are scored by the index, those of the window exactly, without caps and sinks.
+    q ``[B, H, 1, D]``: queries of the newest tokens, which a step has added to the state; with latents, absorbed
+    queries. Tokens of closed groups are scored by the index, those of the window exactly, without caps and sinks.
     """
     assert settings.choice is not None
     (B, H, _, D), (_, K, W, _), g = q.shape, state.ring_k.shape, settings.rule.chunk
