@@ -89,7 +89,7 @@ def attend_recall(
 
     q ``[B, H, L, D]`` in the dtype of the sources. choice: the groups that each query opens; its tensors get no
     gradient. means: the values of that one token (`condense.ops.recall.rest`); None to leave it out (Quest). backend,
-    extras: as of `attend`; groups are chosen without extras. If every query opens all of its groups, this is `attend`.
+    extras: as in `attend`; groups are chosen without extras. If every query opens all of its groups, this is `attend`.
 
     Returns out ``[B, H, L, Dv]`` in the dtype of q and, with ``return_lse``, the log-sum-exp ``[B, H, L]`` in float32
     or wider, else None. A query that sees nothing gives 0 and -inf.
@@ -117,11 +117,11 @@ def unpack_store(
     places: Places | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Keys ``[B, K, n * g, D]`` and values ``[B, K, n * g, Dv]`` in ``dtype`` of groups in a store, by `StoreFormat`.
+    """Decode stored groups to keys ``[B, K, n * g, D]`` and values ``[B, K, n * g, Dv]`` in ``dtype``.
 
-    pieces ``[B, K, n, g * C]``: what is stored of each group; or pages of them, ``[P, K, N, g * C]``, of which n stand
-    at ``places``, and which may lie in pinned host memory. index: of the n groups, one for each KV head. widths: D and
-    Dv, 0 for latents. With 16 bits, and without places, the results are views.
+    pieces ``[B, K, n, g * C]``: the groups in the format ``form``; or pages of pieces, ``[P, K, N, g * C]``, also in
+    pinned host memory, of which those at ``places`` are decoded. index: of the n groups, for each KV head. widths: D
+    and Dv (0 for latents). With 16 bits, and without places, the results are views.
     Raises ValueError for a backend that is unknown, or was asked for and cannot run.
     """
     chosen = "torch" if form.bits == 16 else resolve_pooling(backend, index.steps.device, dtype, widths)
@@ -134,7 +134,7 @@ def summarize(q: Tensor, tail: Tensor, spans: SummarySpans | SummaryColumns, *, 
     q ``[B, H, L, D]``, right-aligned: a row's new queries are its last columns, the columns before them are not read.
     tail ``[B, K, Q, D]``, right-aligned: mean queries kept from earlier calls, in the dtype of q; they get no gradient.
     A query is averaged over the H / K heads that share a KV head in float32 or wider and rounded to the dtype of q,
-    then over its span. Positions of a span that neither q nor tail holds count as zero. `SummaryColumns`: B is 1, Q 0.
+    then over its span. Positions that neither q nor tail holds count as zero. With `SummaryColumns` B is 1 and Q is 0.
     """
     chosen = resolve_pooling(backend, q.device, q.dtype, (q.shape[3],))
     return BACKENDS[chosen].load().summarize(q, tail, spans)
@@ -186,12 +186,12 @@ def make_entries(
     backend: str,
     latent: int = 0,
 ) -> tuple[Tensor, ...]:
-    """`pool_groups`, and after keys and values the entries' `matched_bias`, if ``matched``.
+    """Keys and values of entries from `pool_groups` and, if ``matched``, their `matched_bias` as a third tensor.
 
-    pooling: of keys and of values. latent: if > 0, so many first columns of keys are pooled as values.
+    pooling: of keys and of values. latent: if > 0, the first ``latent`` columns of keys are pooled as values are.
     """
     if latent:
-        # one call pools both parts: whole entries as keys, of which the others are kept, and latents as their values
+        # one call pools both parts: the latents as values, and the whole keys, of which the other columns are kept
         groups = groups._replace(window_v=groups.window_k[..., :latent])
     k, v, *lse = pool_groups(
         groups, summary, scale=scale, key_pooling=pooling[0], value_pooling=pooling[1], return_lse=matched,
@@ -206,8 +206,8 @@ def make_entries(
 
 
 def keep_groups(groups: Chunks, store: StoreFormat, *, backend: str) -> tuple[Tensor, ...]:
-    """The entries of stored groups, keys and values of width 0; then the groups' index, ``signs`` and ``steps``, and
-    their tokens, packed in the format ``store``.
+    """Entries of stored groups (keys and values of width 0), the groups' index (``signs``, ``steps``) and their tokens,
+    packed in the format ``store``.
     """
     k, v = groups.tokens()
     widths = k.shape[4], v.shape[4]
@@ -220,7 +220,7 @@ def decode_step(call: StepCall, represent: Callable[..., tuple[Tensor, ...]], *,
 
     represent: `condense.Method.represent`, called by "torch". backend: "triton" or "torch", from `step_backend`.
     Returns ``[B, H, 1, Dv]``, or ``[B, H, 1, latent]``; no gradient flows through a step.
-    Raises ValueError for another backend, "triton" where it cannot run, "torch" with a store apart in host memory.
+    Raises ValueError for another backend, "triton" where it cannot run, "torch" with a store in host memory of a GPU.
     """
     if backend == "triton":
         from condense.ops.triton import step as triton_step
@@ -300,5 +300,5 @@ def largest_weights(
 
 
 def _plain(backend: str) -> Operations:
-    """The definition's operations if they are asked for, else PyTorch's: for what has no kernels."""
+    """The backend of operations without kernels: "reference" if it is asked for, else "torch"."""
     return BACKENDS["reference" if check_backend(backend) == "reference" else "torch"].load()

@@ -22,7 +22,7 @@ class Operations(NamedTuple):
     """One backend's version of the functions of `condense.ops` that have these names.
 
     attend is ``attend(q, sources, spans, options) -> (out, lse)``, and attend_recall ``attend_recall(q, sources,
-    choice, options, means) -> (out, lse)``, with `AttendOptions`; lse may be None unless they ask for it. means: as of
+    choice, options, means) -> (out, lse)``, with `AttendOptions`; lse may be None unless they ask for it. means: as in
     `condense.ops.attend_recall`.
     store_groups is ``store_groups(form, k, v) -> (signs, steps, rows)``: what `condense.ops.recall.split_keys` and
     `condense.ops.recall.StoreFormat.pack` make of groups of tokens ``[B, K, G, g, D]`` and ``[B, K, G, g, Dv]``.
@@ -48,8 +48,8 @@ class Backend:
     imports: imports the modules of its operations and returns these. attend_obstacle, pool_obstacle, weights_obstacle:
     all reasons why its attention, its pooling and stores, and its `condense.ops.largest_weights` cannot run for a
     `Problem`, as clauses that follow the backend's name, joined by "; "; None if it can. recall_obstacle: the same for
-    `condense.ops.attend_recall`, from its arguments. instead: the backend that such an error recommends. is_fast:
-    whether "auto" takes it for attention on a GPU, where it can run.
+    `condense.ops.attend_recall`, from its arguments. instead: the backend that an error recommends in its place.
+    is_fast: whether "auto" takes it for attention of a `Problem` on a GPU.
     """
 
     imports: Callable[[], Operations]
@@ -70,7 +70,7 @@ class Backend:
 
 
 def _operations_in(*modules: ModuleType) -> dict[str, Any]:
-    """The functions of modules that have the name of an operation, by this name."""
+    """Operation name to function, for the functions of modules that are named like an operation."""
     return {name: getattr(module, name) for module in modules for name in Operations._fields if hasattr(module, name)}
 
 
@@ -99,7 +99,7 @@ BACKENDS = {
     "triton": Backend(_triton, *_TRITON_LIMITS),
     "hopper": Backend(_hopper, *_HOPPER_LIMITS, instead="triton", is_fast=hopper_limits.fills_gpu),
 }
-# those with kernels, in the order in which "auto" tries them
+# backends with kernels, in the order in which "auto" tries them
 _KERNELS = ("hopper", "triton")
 
 
@@ -131,13 +131,13 @@ def resolve_recall(backend: str, q: Tensor, sources: RecallSources, choice: Inde
 
 
 def resolve_pooling(backend: str, device: torch.device, dtype: torch.dtype, widths: tuple[int, ...]) -> str:
-    """The backend that makes entries and unpacks stores: as `resolve_backend`, but by the limits of pooling."""
+    """The backend that makes entries and unpacks stores, chosen as in `resolve_backend` by the limits of pooling."""
     problem = Problem(device, dtype, widths)
     return _resolve(backend, device, ("triton",), lambda each: each.pool_obstacle(problem))
 
 
 def resolve_weights(backend: str, problem: Problem) -> str:
-    """The backend of `condense.ops.largest_weights`: as `resolve_backend`, but "auto" tries "triton" alone."""
+    """The backend of `condense.ops.largest_weights`, chosen as in `resolve_backend`, but "auto" tries only "triton"."""
     return _resolve(backend, problem.device, ("triton",), lambda each: each.weights_obstacle(problem))
 
 
@@ -164,7 +164,7 @@ def step_backend(
 ) -> str:
     """The backend of decode steps: "triton" on CUDA where it can run, else "torch".
 
-    Arguments as of `condense.ops.triton.limits.step_obstacle`; room: latent and entries.
+    widths: of keys and values. room: ``latent`` and ``entries`` of `condense.ops.triton.limits.step_obstacle`.
     """
     if device.type != "cuda" or triton_limits.step_obstacle(device, dtype, widths, settings, **room) is not None:
         return "torch"

@@ -37,7 +37,7 @@ def check_shapes(**tensors: tuple[Tensor, str]) -> None:
 
 
 def check_alike(**tensors: Tensor) -> None:
-    """Raise ValueError unless all have the dtype and device of the first."""
+    """Raise ValueError unless all tensors have the dtype and device of the first one."""
     first, like = next(iter(tensors.items()))
     for name, x in tensors.items():
         if x.dtype != like.dtype:
@@ -95,7 +95,7 @@ def _check_broadcast(name: str, x: Tensor, sizes: tuple[int, int, int]) -> None:
 
 
 def check_poolings(argument: str, *names: object, scored: bool) -> None:
-    """Raise ValueError for a pooling with another name than those of `POOLINGS`, and for one by scores without any."""
+    """Raise ValueError for names not in `POOLINGS`, and for poolings by scores unless tokens are ``scored``."""
     for name in names:
         if name not in POOLINGS:
             raise ValueError(f"{argument} must be one of {', '.join(map(repr, POOLINGS))}, got {name!r}")
@@ -115,7 +115,7 @@ def check_scale(scale: object, q: Tensor) -> float:
 def check_cu_seqlens(cu_seqlens: Tensor, rows: int, tokens: int, name: str = "cu_seqlens") -> list[int]:
     """Return the lengths of the documents that ``cu_seqlens`` marks in a packed row. Raises ValueError for other marks.
 
-    rows, tokens: of the batch that holds them.
+    rows, tokens: size of the batch that holds the documents.
     """
     usable = isinstance(cu_seqlens, Tensor) and cu_seqlens.ndim == 1 and cu_seqlens.dtype in _INTEGERS
     marks = cu_seqlens.tolist() if usable else []

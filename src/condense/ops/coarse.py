@@ -22,8 +22,8 @@ from condense.ops.types import Chunks
 class Coarse(NamedTuple):
     """The coarse entries of a method.
 
-    chunks: chunks that each stands for, n. window: newest tokens, none of which a coarse entry stands for; two chunks
-    more than the window of tokens, or more. bias: added to their scaled scores.
+    chunks: n, the chunks that one coarse entry stands for. window: number of newest tokens that no coarse entry stands
+    for, at least the window of exact tokens and two chunks more. bias: added to the scaled scores of coarse entries.
     """
 
     chunks: int
@@ -43,13 +43,13 @@ class CoarseRule:
         return UniformRule(self.fine.chunk * self.coarse.chunks, self.coarse.window)
 
     def spans(self, seen: IntT) -> list[tuple[IntT, IntT]]:
-        """The coarse entries, the fine ones of closed chunks behind them, and the window; see `SpanRule`."""
+        """Spans of coarse entries, of the fine entries of later closed chunks, and of the window; see `SpanRule`."""
         merged, [(_, closed), window] = self._of_coarse.closed(seen), self.fine.spans(seen)
         return [(seen * 0, merged), (merged * self.coarse.chunks, closed), window]
 
     @property
     def made_by(self) -> tuple[UniformRule, int]:
-        """The rule and the delay by which coarse entries are made: a chunk of tokens before they are seen."""
+        """The rule and the delay by which coarse entries are made, one chunk of tokens before queries see them."""
         return self._of_coarse, self.coarse.window - self.fine.chunk
 
     def made(self, seen: IntT) -> IntT:
@@ -71,7 +71,7 @@ class CoarseSpans(RuleSpans):
     fine_start: PerRow = field(default=0, kw_only=True)
 
     def at(self, start: int, stop: int, device: torch.device) -> list[Span]:
-        """As `RuleSpans.at`."""
+        """Spans of queries ``[start, stop)``, one per source, as `RuleSpans.at`."""
         coarse, (lo, hi), window = super().at(start, stop, device)
         first = broadcast_rows(self.fine_start, 3, device)
         return [coarse, Span((lo - first).clamp(min=0), (hi - first).clamp(min=0)), window]

@@ -24,7 +24,7 @@ from condense.ops.tensors.codes import dequantise, from_bytes, quantise, step_un
 
 # channels that share a step and a zero
 BLOCK_WIDTH = 32
-# rows begin at multiples of so many bytes
+# alignment of rows, in bytes
 ROW_UNIT = 8
 # steps are numbers of this dtype, whatever they are stored in
 STEP_DTYPE = torch.bfloat16
@@ -100,11 +100,11 @@ class EntryFormat:
         """Vectors of ``rows``, which `pack` made of x, with gradients as if x had not been rounded."""
         numbers = self.unpack(rows, x.shape[-1], x.dtype)
         is_differentiated = x.requires_grad or forward_ad.unpack_dual(x).tangent is not None
-        # x - x is 0, so the numbers stay the same to the bit
+        # x - x.detach() is 0, so the numbers stay the same to the bit while gradients reach x
         return numbers + (x - x.detach()) if self.bits < 16 and is_differentiated else numbers
 
     def _blocks(self, x: Tensor) -> Tensor:
-        """``[..., n, channels]`` of x ``[..., D]``; in the last block the last channel may be repeated."""
+        """Blocks ``[..., n, channels]`` of x ``[..., D]``; in the last one the last channel may be repeated."""
         D, n, width = x.shape[-1], self.num_blocks(x.shape[-1]), min(x.shape[-1], BLOCK_WIDTH)
         if n * width > D:
             x = torch.cat([x, x[..., -1:].expand(*x.shape[:-1], n * width - D)], dim=-1)

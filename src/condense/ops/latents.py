@@ -14,10 +14,10 @@ from condense.ops.spans import Source
 
 
 class Ranks(NamedTuple):
-    """The processes over which the heads of a layer are spread, as many to each; all of them have all latents.
+    """The processes over which the heads of a layer are spread equally; each process has all latents.
 
-    heads: of all processes. sum, max: of a tensor over all processes, number by number. All processes call these in the
-    same order, with one shape, and get the same bits.
+    heads: number of heads of all processes. sum, max: reduce a tensor over all processes, number by number. All
+    processes call these in the same order, with one shape, and get the same bits.
     """
 
     heads: int
@@ -56,14 +56,14 @@ class UpProjection(NamedTuple):
         return torch.einsum("bhlc,hcv->bhlv", out, self.w_uv)
 
     def view(self, source: Source, absorb: bool) -> Source:
-        """A source of latents ``[B, 1, S, d_c + d_r]`` as absorbed queries read it, or as the heads' own queries do."""
+        """A source of latents ``[B, 1, S, d_c + d_r]`` for absorbed queries (``absorb``), or expanded for all heads."""
         if absorb:
             return source._replace(v=source.k[..., : self.latent_width])
         # entries that no query sees have width 0
         return Source(*self.expand(source.k), source.bias) if source.k.shape[3] > 0 else source
 
     def absorbing_pays(self, L: int, S: int) -> bool:
-        """True if absorbing takes fewer multiplications for L queries over S keys, the last L expanded anyway.
+        """True if absorbing takes fewer multiplications for L queries over S keys, of which L are expanded anyway.
 
         Absorbed, a query costs ``2 d_c`` per key instead of ``d_n + d_v`` (rope apart), and no key is expanded.
         """

@@ -34,10 +34,10 @@ class Source(NamedTuple):
 def entry_bias(
     bias: Sequence[float], num_entries: int, device: torch.device, first: tuple[PerRow, PerRow] | None = None
 ) -> Tensor | float | None:
-    """Bias of the entries of chunks, as in `Source`, from one number for each entry of a chunk; none for no bias.
+    """Bias of ``num_entries`` entries, as in `Source`. bias: one number for each entry of a chunk; empty for none.
 
-    first: how many entries stand before those of chunk 0, and how many of these, which come first, stand for single
-    tokens and have no bias; the others have that of a chunk's last entry. Both an int or ``[B, 1]`` on the device.
+    first: number of first entries, before those of chunk 0, and how many of them, at the beginning, stand for single
+    tokens and have no bias; the rest have that of a chunk's last entry. Both an int or ``[B, 1]`` on the device.
     """
     if not any(bias):
         return None
@@ -47,7 +47,7 @@ def entry_bias(
     entry = torch.arange(num_entries, device=device)[None]
     place = (entry - count) % len(bias)
     values = torch.zeros_like(place, dtype=torch.float64)
-    for i, value in enumerate(bias):  # not by a table, which would be copied to the device
+    for i, value in enumerate(bias):  # no tensor of these numbers, which would have to be copied to the device
         if value:
             values = values.masked_fill(place == i, value)
     if first is not None:
@@ -140,8 +140,8 @@ class RowStart(NamedTuple):
 
 
 class SharedByLayers:
-    """Things that the first layer finds and all others share. A subclass that is a dataclass has ``_found`` behind its
-    positional fields: the compiler of PyTorch 2.11 counts it among these.
+    """Base of objects that keep what the first layer finds for all others. In a dataclass ``_found`` must come after
+    the positional fields, because the compiler of PyTorch 2.11 counts it among them.
     """
 
     _found: dict[Any, Any]
@@ -223,9 +223,9 @@ class RuleSpans(SharedByLayers):
         return self.once("starts", rows)
 
     def of_tokens(self, *, window_alone: bool) -> Self:
-        """The spans of the same queries over all tokens, of rows whose closed chunks are stored token by token.
+        """Spans with which the same queries see all tokens one by one; only for a `UniformRule`.
 
-        The rule is uniform. The first source holds stored tokens; window_alone: none, as the window has all.
+        The first source then holds the tokens of closed chunks; with window_alone it is empty, and the window has all.
         """
         rule = self.rule
         assert isinstance(rule, UniformRule)

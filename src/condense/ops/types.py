@@ -99,7 +99,7 @@ class AttendOptions(NamedTuple):
 class Problem(NamedTuple):
     """The properties of a call for which backends have limits.
 
-    widths: of keys and values. rows, heads: of q; 0 rows are not known. kv_heads: of k. softcap: as in `Extras`.
+    widths: of keys and values. rows, heads: of q; 0 if the rows are not known. kv_heads: of k. softcap: see `Extras`.
     """
 
     device: torch.device

@@ -32,14 +32,14 @@ def read_paged(
 
     qkv: q ``[T, H, D]``, k ``[T, K, D]``, v ``[T, K, Dv]``; out ``[T, H, Dv]``, one dtype; K divides H. On latents
     (``state.up``) q ``[T, H, d_n + d_r]``, k ``[T, 1, d_c + d_r]``, v of width 0 and out ``[T, H, d_v]``. All keys and
-    values are stored in the window first, and mean queries in the ring, then groups that are due as entries or records;
-    then queries attend, as in `condense.ops.attend`, with a choice as in `condense.ops.attend_recall`: a request may
-    read pages that another one writes in the same call.
-    settings: without a choice, groups whose ``summary_delay`` is a multiple of g, at most g queries in a summary query,
-    no focal tokens; with one, ``summary_delay`` 0, which does not change what such a method computes (`PagedState` says
-    why); for a store in host memory, 8 or 4 bits, and on CUDA, or with slots, a step of kernels; where queries see
-    what they do not open, groups of 2 tokens or more and a window of at least one group. Where they say so, several new
-    tokens of a request see the stored tokens of all closed groups (``reads_exactly``).
+    values are stored in the window first, mean queries in the ring, and due groups as entries or records. Only then do
+    queries attend, as in `condense.ops.attend` or, with a choice, `condense.ops.attend_recall`: so a request may read
+    pages that another one writes in the same call. With ``settings.reads_exactly`` several new tokens of a request see
+    the stored tokens of all closed groups.
+    settings: without a choice, ``summary_delay`` is a multiple of g, a summary query has at most g queries, and there
+    are no focal tokens. With a choice, ``summary_delay`` is 0 (`PagedState` says why); where queries see the rest, g is
+    at least 2 and the window at least g; a store in host memory has 8 or 4 bits, and on CUDA, as with slots, needs a
+    step of kernels.
     backend: single tokens are read by a step of kernels with "triton", and with "auto" on CUDA where it can run. All
     others are read as in `condense.ops.attend`, those of like lengths as rows of one call (`condense.ops.paged.rows`).
     Raises ValueError for an unknown backend, for an explicit one that cannot run here, for settings that pages cannot
@@ -66,7 +66,7 @@ def read_paged(
     if step_of is None and state.slots is not None:
         raise ValueError("slots are of a step of kernels, which cannot run: leave them out of the state")
     steps = 0 if step_of is None else new.num_steps
-    # records depend on their tokens alone, so that those of a prompt are made as a step makes them
+    # a record with a choice depends on its group's tokens alone, so the step's kernel makes those of prompts too
     layer = PagedLayer(qkv, state, new, settings, scale, backend, None if settings.choice is None else step_of)
     if steps < len(new.seen) and q.is_cuda and torch.cuda.is_current_stream_capturing():
         raise ValueError(
@@ -83,10 +83,10 @@ def read_paged(
         to = ones.new_empty(*ones.shape[:2], up.latent_width)
     weighing = ones
     if state.ranks is not None and settings.num_summary > 0:
-        # the kernel takes means over heads, and has those of this process
+        # the kernel would average queries over this process's heads alone: give it the mean over all heads
         total = state.ranks.sum(ones.sum(1, keepdim=True, dtype=torch.float32))
         weighing = (total / state.ranks.heads).to(ones.dtype)
-    # ahead of kernels that start before the one in front of them has ended, and would read what it has not written
+    # computed ahead, because a kernel below may start before the operation in front of it has written its result
     before = None if settings.choice is None else new.before
     step.store(weighing, *kv)
     layer.read(out, first=steps)

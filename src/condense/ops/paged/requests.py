@@ -35,8 +35,8 @@ from condense.ops.types import Chunks
 class PagedLayer:
     """One layer in one step. qkv: q ``[T, H, D]``, k ``[T, K, D]`` and v ``[T, K, Dv]`` of all requests.
 
-    closes: of a state and the tokens of each row, the step of kernels that stores one of these and the record of the
-    group that it completes; None: what groups become is made by `condense.ops`.
+    closes: makes, from a state and the number of tokens per row, the step of kernels that stores each row's last token
+    and the record of the group that this token completes; None: `condense.ops` makes entries and records.
     """
 
     qkv: tuple[Tensor, Tensor, Tensor]
@@ -48,7 +48,7 @@ class PagedLayer:
     closes: Callable[..., Any] | None
 
     def read(self, out: Tensor, first: int) -> None:
-        """See `condense.ops.paged.read_paged`: requests from ``first`` on, what they store first."""
+        """Read requests from ``first`` on: store their tokens and groups, then write their attention to ``out``."""
         state, new, settings = self.state, self.new, self.settings
         pages = state.window.slots, state.entries.slots, 0 if state.ring is None else state.ring.slots
         reading = new.once((first, settings.number, pages), lambda: reading_of(new, first, state, settings))
@@ -64,8 +64,7 @@ class PagedLayer:
             mean_q = self.mean_queries(q[newest].transpose(0, 1)[None])[0].transpose(0, 1)
             self.store(state.ring, slots, mean_q)
         seen: list[GroupMeans | None] = [None] * len(reading.calls)
-        # the kernel that closes groups wrote these sums too, each perhaps on top of one that was not final: write them
-        # again
+        # write sums again: the kernel that closed groups may have made them from earlier sums that were not final
         for _ in range(reading.passes):
             seen = [None if call.sums is None else self._sum(call.sums) for call in reading.calls]
         for call, means in zip(reading.calls, seen, strict=True):
@@ -79,7 +78,7 @@ class PagedLayer:
 
     @property
     def widths(self) -> tuple[int, int]:
-        """D and Dv."""
+        """Widths D of keys and Dv of values."""
         _, k, v = self.qkv
         return k.shape[2], v.shape[2]
 
@@ -98,21 +97,21 @@ class PagedLayer:
             start = stop
 
     def load(self, pages: Pages, at: Slots) -> Tensor:
-        """Slots ``[B, n]`` of requests, ``[B, K, n, C]``: a copy."""
+        """A copy ``[B, K, n, C]`` of what the slots ``at`` ``[B, n]`` hold."""
         return copied(pages.cache, self._places(pages, at))
 
     def _places(self, pages: Pages, at: Slots) -> Places:
-        """Slots ``[B, n]`` of requests, for all KV heads: found once, as `_page`."""
+        """Places of slots ``[B, n]`` in all KV heads, found once for layers whose pages have one table."""
         K, page = pages.cache.shape[1], self._page(pages, at)
         return self.new.once((id(at), pages.table.data_ptr(), K), lambda: Places.of(page, at.slot, K))
 
     def _page(self, pages: Pages, at: Slots) -> Tensor:
-        """The page of each slot, int64: found once for the layers whose pages have one table."""
+        """The page of each slot, int64, found once for layers whose pages have one table."""
         table = pages.table
         return self.new.once((id(at), table.data_ptr()), lambda: table[at.row, at.column].long())
 
     def _keep(self, groups: DueGroups, calls: tuple[Call, ...]) -> None:
-        """Store the entries of groups, or their records; to kernels each is a row whose new token is its last."""
+        """Store the entries or records of groups; kernels get each group as a row whose new token is its last one."""
         window, entries = self.state.window, self.state.entries
         if self.closes is None:
             form = record_format(self.settings, self.widths, window.cache.dtype)
@@ -131,8 +130,8 @@ class PagedLayer:
         self.closes(state, groups.seen).store(k, k, v)
 
     def made(self, tokens: Tensor, calls: tuple[Call, ...]) -> tuple[Tensor, ...]:
-        """Entries ``[G, K, D + Dv]``, or all planes of their records ``[G, K, n]``, of groups of tokens
-        ``[1, K, G * g, D + Dv]``.
+        """Entries ``[G, K, D + Dv]`` of groups with these tokens ``[1, K, G * g, D + Dv]``, or all planes ``[G, K, n]``
+        of their records.
         """
         settings, (D, _), g = self.settings, self.widths, self.settings.rule.chunk
         chunks = Chunks(tokens[..., :D], tokens[..., D:], 0, tokens.shape[2] // g, g, 0)
@@ -155,8 +154,8 @@ class PagedLayer:
         return tuple(x[0].transpose(0, 1) for x in made)
 
     def _sum(self, at: CallSums) -> GroupMeans:
-        """Store the sums that a call's tokens complete; return all that its queries see, as means: float64
-        ``[B, K, 1 + n, Dv]``, of latents ``[B, K, 1 + n, D]``.
+        """Store the sums that a call's tokens complete, and return the means that its queries see: float64
+        ``[B, K, 1 + n, Dv]``, or ``[B, K, 1 + n, D]`` for latents.
         """
         window, (D, Dv), g = self.state.window, self.widths, self.settings.rule.chunk
         width, (start, _) = Dv or D, window_columns(D, Dv, self.settings, window.cache.itemsize)
@@ -171,12 +170,12 @@ class PagedLayer:
         return GroupMeans(sums / at.counts, at.first)
 
     def mean_queries(self, q: Tensor) -> Tensor:
-        """Means ``[B, K, L, D]`` of the queries that share a KV head, of q ``[B, H, L, D]``."""
+        """Means ``[B, K, L, D]`` of queries q ``[B, H, L, D]`` over the heads that share a KV head."""
         up, K = self.state.up, self.state.window.cache.shape[1]
         return head_mean(q, K) if up is None else up.mean_queries(q, self.state.ranks)
 
     def _summarize(self, call: Call, summary: Summary) -> Tensor:
-        """The queries that weigh the groups which a call makes, ``[1, K, G, D]``."""
+        """Summary queries ``[1, K, G, D]`` of the groups that a call makes due."""
         q = self._rows(self.qkv[0], call)
         if self.state.up is not None:
             q = self.mean_queries(q)
@@ -191,7 +190,7 @@ class PagedLayer:
         return means[row, :, group].transpose(0, 1)[None]
 
     def attend(self, call: Call, means: GroupMeans | None) -> Tensor:
-        """Attention of a call's queries, ``[B, H, L, Dv]``. means: as of `_sum`."""
+        """Attention ``[B, H, L, Dv]`` of a call's queries. means: from `_sum`, None if the call has no sums."""
         (_, k, v), D = self.qkv, self.widths[0]
         if call.window is None:
             window = Source(self._rows(k, call), self._rows(v, call))
@@ -213,9 +212,9 @@ class PagedLayer:
         return out if up is None else up.project_out(out)
 
     def _seen(self, call: Call, *sources: Source) -> tuple[Tensor, tuple[Source, ...], UpProjection | None]:
-        """A call's queries ``[B, H, L, D]``, and sources of what pages hold as these read them.
+        """A call's queries ``[B, H, L, D]``, the sources in the form that these read, and the projection of outputs.
 
-        Also what their outputs are to be projected by, if latents are read as they are; None otherwise.
+        Latents are either expanded, or read as they are by absorbed queries; outputs need a projection only then.
         """
         q, up = self._rows(self.qkv[0], call), self.state.up
         if up is None:
@@ -225,13 +224,13 @@ class PagedLayer:
         return (up.absorb(q), seen, up) if absorbs else (q, seen, None)
 
     def _rows(self, x: Tensor, call: Call) -> Tensor:
-        """Numbers of new tokens ``[T, heads, C]``, those of a call's queries: ``[B, heads, L, C]``."""
+        """The rows of x ``[T, heads, C]`` that belong to a call's queries, ``[B, heads, L, C]``."""
         if isinstance(call.queries, slice):
             return x[call.queries].transpose(0, 1)[None]
         return words(x)[call.queries].view(x.dtype).transpose(1, 2)
 
     def _records(self, at: Slots) -> tuple[dict[str, Tensor], Places]:
-        """The parts of all records by name, views of the pages, and the places of those at slots ``[B, G]``."""
+        """Views of all pages, one for each part of a record by name, and the places of the records at ``[B, G]``."""
         pages = self.state.entries
         form = record_format(self.settings, self.widths, self.state.window.cache.dtype)
         return form.views(pages.cache, self.state.store), self._places(pages, at)
@@ -257,7 +256,7 @@ class PagedLayer:
     def _attend_groups(
         self, call: Call, parts: dict[str, Tensor], places: Places, window: Source, means: GroupMeans | None
     ) -> Tensor:
-        """Attention to the window and to closed groups, of which each query opens some, by the parts of records."""
+        """Attention to the window and to the closed groups at ``places``, of which each query opens some."""
         choice, index = self.settings.choice, self._index(parts, places)
         assert choice is not None
         q, (window, store), up = self._seen(call, window, self._tokens(parts, places, index))

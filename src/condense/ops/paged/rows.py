@@ -1,6 +1,6 @@
-"""The requests of a step that are read as rows: which are read together, and where their tokens and entries lie.
+"""The requests of a step that are read as rows: which of them share a call, and where their tokens and entries lie.
 
-All of it follows from lengths, which the host knows, so nothing waits for the device; a step's layers share it.
+This follows from lengths, which the host knows, so nothing waits for the device; all layers of a step share it.
 
 Shapes: B rows of a call, L queries, N window tokens, G groups of g tokens, T new tokens, n groups that are made.
 """
@@ -18,15 +18,15 @@ from condense.ops.step.settings import StepSettings
 from condense.ops.tensors.per_row import PerRow
 from condense.ops.types import SummarySpans
 
-# rows that share a call have so many tokens at most, padding included
+# most tokens of all rows that share a call, padding included
 TOGETHER = 2**15
-# a call may have as many queries of padding as real ones, plus this number
+# a call may have at most this many more queries of padding than real ones
 _PADDING = 2**12
 
 
 class Summary(NamedTuple):
-    """The queries that weigh the groups which a call makes. tail: slots ``[B, Q]`` of the mean queries before the new
-    ones in the ring, None for none. made: row and number of each group; None if all of one row are made.
+    """The queries that weigh the groups which a call makes due. tail: slots ``[B, Q]`` in the ring of the mean queries
+    before the new ones, None for none. made: row and number of each such group; None if the call has one row.
     """
 
     spans: SummarySpans
@@ -37,11 +37,11 @@ class Summary(NamedTuple):
 class Call(NamedTuple):
     """Requests that are read in one call, as right-aligned rows.
 
-    queries: number of each query among all new tokens, int64 ``[B, L]``, padding is any; of one request, a slice.
-    real: row and column of each query that is none of padding, and its number, int64; None for one request. window:
-    slots ``[B, N]`` of the newest tokens; None if all tokens of the requests are new, so that those of the queries are
-    the window. entries: slots ``[B, G]``. Both repeat one where a row has fewer. exact: all stored tokens of groups are
-    seen. summary, sums: None if none are needed.
+    queries: number of each query among all new tokens, int64 ``[B, L]``, any number for padding; a slice for one
+    request. real: row, column and number of each query that is not padding, int64; None for one request. window: slots
+    ``[B, N]`` of the newest tokens; None if all tokens of the requests are new, and so the queries' tokens are the
+    window. entries: slots ``[B, G]``. Rows with fewer tokens or entries repeat one. exact: queries see the stored
+    tokens of all groups. summary, sums: None if the call needs none.
     """
 
     queries: Tensor | slice
@@ -57,8 +57,8 @@ class Call(NamedTuple):
 class DueGroups(NamedTuple):
     """The n groups that new tokens make due. tokens: slots ``[1, n * g]`` of their tokens. entries: slots ``[n]``.
 
-    row: the request of each, a row of the tables, int64. seen: tokens of the request up to the group's last one, int32;
-    last: that one's number among all new tokens, int64, if no ``summary_delay`` follows.
+    For each group, row: its request's row of the tables, int64. seen: tokens of the request up to the group's last
+    token, int32. last: number of that token among all new tokens, int64, right if ``summary_delay`` is 0.
     """
 
     tokens: Slots
@@ -69,11 +69,11 @@ class DueGroups(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """The requests of a step. new: their new tokens among all. window: slots ``[T]`` of these.
+    """The requests of a step. new: their new tokens among all. window: slots ``[T]`` of their new tokens.
 
-    made: the groups that are due, in the order of the calls; None if there are none. newest: numbers among all new
-    tokens of those whose mean queries the ring keeps, and their slots; None without a ring. passes: to make sums, as of
-    `num_passes`; 0 where there are none.
+    made: the groups that are due, in the order of the calls; None if there are none. newest: numbers, among all new
+    tokens, of the tokens whose mean queries the ring keeps, and their slots; None without a ring. passes: how often
+    sums are written (`num_passes`); 0 without sums.
     """
 
     new: slice
@@ -99,7 +99,7 @@ def reading_of(new: NewTokens, first: int, state: PagedState, settings: StepSett
         kept = num.clamp(max=settings.num_summary)
         of, number = spread(kept, sum(min(r.num, settings.num_summary) for r in requests))
         number = number + (num - kept)[of]
-        # a ring is a request's only page
+        # a request has one page in the ring, so slots count from its beginning
         newest = start[of] + number, Slots.of(row[of], (before[of] + number) % state.ring.slots, state.ring.slots)
     window = Slots.of(row[which], before[which] + own, state.window.slots)
     made = _made([r for call in together for r in call], state, settings)
@@ -109,9 +109,9 @@ def reading_of(new: NewTokens, first: int, state: PagedState, settings: StepSett
 
 
 def calls_of(requests: Sequence[Request], *, singles_apart: bool = False) -> list[list[Request]]:
-    """Requests by calls: those of like lengths together, within the bounds of padding and memory.
+    """Lists of requests that share a call: of like lengths, within the bounds on padding and memory.
 
-    singles_apart: a call has no single new tokens among requests with more.
+    singles_apart: requests with one new token share no call with requests that have more.
     """
     calls: list[list[Request]] = []
     for request in sorted(requests, key=lambda r: (r.num, r.seen), reverse=True):
@@ -124,7 +124,7 @@ def calls_of(requests: Sequence[Request], *, singles_apart: bool = False) -> lis
 
 
 def _fits(call: Sequence[Request], singles_apart: bool) -> bool:
-    """True if these requests, sorted by their numbers of new tokens, the most first, may share a call."""
+    """True if these requests, in falling order of their numbers of new tokens, may share a call."""
     if singles_apart and call[0].num > 1 and call[-1].num == 1:
         return False
     is_alike = len(call) * call[0].num <= 2 * sum(r.num for r in call) + _PADDING
@@ -140,16 +140,16 @@ def _call(requests: Sequence[Request], state: PagedState, settings: StepSettings
     N = L if is_new else int((seen - oldest).max())
     starts: tuple[PerRow, PerRow, PerRow] = seen - L, seen - N, L - num
     if B == 1:
-        # known to kernels without a copy, and tiles of queries begin where those begin that share a choice
+        # ints reach kernels without a copy, and let tiles of queries begin where queries begin to share a choice
         starts = int(seen) - L, int(seen) - N, 0
     spans, exact = RuleSpans(rule, *starts), settings.reads_exactly and L > 1
     if exact:
-        # a store of 16 bits has the numbers of the window, which may hold all tokens
+        # a store of 16 bits holds the same numbers as the window, which is enough if the window holds all tokens
         window_alone = settings.store_format.bits == 16 and not oldest.any()
         spans = spans.of_tokens(window_alone=window_alone)
         visible = visible * (not window_alone)
     G = int(visible.max())
-    # a row without entries repeats one of the row with the most
+    # a row without entries repeats an entry of the row that has the most
     most = requests[int(visible.argmax())].row
     rows = [
         (r.row, r.start, r.stop, r.seen, begin, count, r.row if count else most)
@@ -168,7 +168,7 @@ def _call(requests: Sequence[Request], state: PagedState, settings: StepSettings
         real = which, (L - stop + start)[which, 0] + own, start[which, 0] + own
     window = None
     if not is_new:
-        # if nothing precedes a window of 0 tokens, its row repeats its last token
+        # a row whose window is empty repeats its last token
         position = torch.minimum(torch.maximum(end - N + columns(N), begin), end - 1)
         window = Slots.of(row, position, state.window.slots)
     group = torch.minimum(columns(G), (count - 1).clamp(min=0)) + settings.summary_delay // rule.chunk
@@ -195,14 +195,14 @@ def _summary(requests: Sequence[Request], state: PagedState, settings: StepSetti
 
 
 def _due(requests: Sequence[Request], settings: StepSettings) -> tuple[list[int], list[int]]:
-    """The first group of each request that its new tokens make due, and how many are."""
+    """The number of the first group that each request's new tokens make due, and how many they make due."""
     rule, delay = settings.rule, settings.summary_delay
     first = [rule.pooled(r.before, delay) for r in requests]
     return first, [rule.pooled(r.seen, delay) - begin for r, begin in zip(requests, first, strict=True)]
 
 
 def _made(requests: Sequence[Request], state: PagedState, settings: StepSettings) -> DueGroups | None:
-    """The groups that are due, as in `Reading`."""
+    """The groups that new tokens of these requests make due, None if there are none."""
     first, counts = _due(requests, settings)
     if sum(counts) == 0:
         return None

@@ -1,8 +1,8 @@
-"""The slots of pages that requests read and write, found from their lengths alone; and those of the sums of values of
-whole groups, in pages of the window.
+"""The slots of pages that requests read and write, found from their lengths alone, and the slots in pages of the window
+that hold sums of the values of whole groups.
 
-Every sum is the one before it plus a group's, in this order, however a request's tokens come. So on a CPU all have the
-same bits; on a GPU too where float64 rounds nothing, as with most numbers of 16 bits.
+Every sum is the one before it plus the values of one group, in this order, however a request's tokens come. So on a CPU
+sums have the same bits; on a GPU too where float64 rounds nothing, as with most numbers of 16 bits.
 
 Shapes: R requests, B rows of a call, n groups that new tokens complete in any row at most, m in all rows, g tokens per
 group.
@@ -20,7 +20,7 @@ from condense.ops.tensors.per_row import PerRow
 
 
 class Request(NamedTuple):
-    """One request: its row in the tables, its new tokens ``[start, stop)`` among all, the tokens that it then has."""
+    """One request: its row in the tables, its new tokens ``[start, stop)`` among all, and ``seen``, all its tokens."""
 
     row: int
     start: int
@@ -39,7 +39,7 @@ class Request(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """Slots of pages: row and column of the page in the tables, slot in the page; int64 of any one shape."""
+    """Slots of pages: row and column of the page in the tables, slot in the page; three int64 tensors of one shape."""
 
     row: Tensor
     column: Tensor
@@ -47,29 +47,29 @@ class Slots(NamedTuple):
 
     @classmethod
     def of(cls, row: Tensor, number: Tensor, size: int) -> Self:
-        """Slots by their numbers in a request. size: slots of a page."""
+        """Slots by their ``number`` in the request of a ``row``. size: slots of a page."""
         return cls(row, number // size, number % size)
 
 
 def on_device(numbers: Sequence[tuple[int, ...]], state: PagedState) -> Tensor:
-    """Numbers of each request, int64 ``[numbers, R]``."""
+    """Tuples of numbers, one per request, as int64 ``[numbers, R]`` on the device of the state."""
     return torch.tensor(numbers, dtype=torch.int64).T.to(state.window.table.device, non_blocking=True)
 
 
 def spread(counts: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """For each of ``total`` things, ``counts`` of each request, its request and its number among those of it."""
+    """The request of each of ``total`` things, and its number within it; request i has ``counts[i]`` of them."""
     which = torch.repeat_interleave(counts, output_size=total)
     return which, torch.arange(total, device=counts.device) - (counts.cumsum(0) - counts)[which]
 
 
 class CallSums(NamedTuple):
-    """The sums that the queries of a call see, 1 + n of a row: those up to the first that is not whole before the new
-    tokens, then those that these complete.
+    """The 1 + n sums of values that queries of a row see: of the groups that were whole before the call, then after
+    each group that new tokens complete.
 
-    first: number of groups in a row's first sum, of several rows int64 on the CPU ``[B]``; exists: bool ``[B, 1, 1]``,
-    False where it is 0. counts: tokens in each sum, at least 1, int64 ``[B, 1, 1 + n, 1]``. base: slots ``[B, g]`` that
-    hold a row's first sum. tokens: slots ``[B, n * g]`` of the groups of the others. Rows with fewer sums repeat one.
-    made, slots: row and number of each sum that new tokens complete, and the slots ``[m * g]`` that are to hold them.
+    first: groups in a row's first sum, int64 CPU ``[B]``, an int for one row; exists: bool ``[B, 1, 1]``, False where
+    ``first`` is 0. counts: tokens in each sum, at least 1, int64 ``[B, 1, 1 + n, 1]``. base: slots ``[B, g]`` that hold
+    a row's first sum. tokens: slots ``[B, n * g]`` of the completed groups. Rows with fewer of these repeat one.
+    made, slots: row and number of each sum that new tokens complete, and the slots ``[m * g]`` to write it to.
     """
 
     first: PerRow
@@ -82,7 +82,7 @@ class CallSums(NamedTuple):
 
 
 def sums_of(requests: Sequence[Request], state: PagedState, settings: StepSettings) -> CallSums:
-    """The sums of requests that share a call."""
+    """The sums that queries of requests in one call see."""
     g, size = settings.rule.chunk, state.window.slots
     first = [r.before // g for r in requests]
     counts = [r.seen // g - begin for r, begin in zip(requests, first, strict=True)]
@@ -104,11 +104,10 @@ def sums_of(requests: Sequence[Request], state: PagedState, settings: StepSettin
 
 
 def num_passes(requests: Sequence[Request], state: PagedState, settings: StepSettings) -> int:
-    """Number of times that sums are written until each was added to a final one: a request may begin with a prefix that
-    another request completes in the same step, and that one with a prefix of a third.
+    """Number of times that all sums must be written until each was made from a final one: a request may begin with a
+    prefix that another request completes in the same step, and that request with a prefix of a third.
 
-    Requests share whole pages of entries. Only the tables on the device say whether they do, so all that may are
-    counted.
+    Requests share whole pages of entries. Which ones do, only tables on the device say, so all that may are counted.
     """
     page = state.entries.slots * settings.rule.chunk
     passes: dict[Request, int] = {}

@@ -75,24 +75,25 @@ class Quota(NamedTuple):
     def at(self, closed: IntT) -> IntT:
         """Groups to open of ``closed`` groups, an int or int64 of any shape."""
         share = (closed * self.part + (self.of - 1)) // self.of
-        # no more than are closed: a share never is
+        # ``least`` or more, but no more than are closed, which the share never exceeds
         return at_most(share + at_least(at_most(closed, self.least) - share, 0), self.most)
 
 
-# so many of the last queries of a call choose for themselves: those of a question, and the one that begins its answer
+# number of last queries of a call that choose for themselves: a question, and the token that begins its answer
 OWN_CHOICES = 64
-# so many groups close before another query chooses; at most 2, so that a query opens at most one besides those chosen
+# groups that close between two queries that choose for others; 2 at most, so that a query opens at most one group more
+# than were chosen for it
 SHARED = 2
 
 
 class Askers(NamedTuple):
-    """The queries of a call that choose groups, and whose choice each query opens.
+    """The askers of a call, which are the queries that choose groups, and the asker whose groups each query opens.
 
-    columns int64 ``[B|1, A]``: the A queries that choose, of which the first ``num_shared`` choose for others too.
-    queries int32 ``[3, B|1, L]``: for each query the number of the one whose groups it opens; the column of the next
-    query that opens those of another; and the group that it opens besides, as it was not closed for the one that
-    chose, -1 for none. first_own: the column of the first query that chooses for itself alone. lead: queries before the
-    first one that chooses for ``SHARED * g`` of them, if that is the same in all rows, else 0.
+    columns int64 ``[B|1, A]``: the A askers, of which the first ``num_shared`` choose for others too. queries int32
+    ``[3, B|1, L]``, for each query: the number of its asker; the column of the next query with another asker; a group
+    that the query opens besides, because it was not closed for the asker, -1 for none. first_own: the column of the
+    first query that chooses for itself alone. lead: queries before the first asker that chooses for ``SHARED * g`` of
+    them, if that is the same in all rows, else 0.
     """
 
     columns: Tensor
@@ -103,8 +104,8 @@ class Askers(NamedTuple):
 
     @classmethod
     def of_call(cls, sources: RecallSources, L: int) -> Self:
-        """Askers of L queries: where every second group closes, a query begins to ask for those up to the next such
-        one. The last `OWN_CHOICES` ask for themselves.
+        """Askers of L queries: the query at which every `SHARED`-th group closes asks for itself and all up to the next
+        such query. The last `OWN_CHOICES` queries ask for themselves.
         """
         spans, device = sources.spans, sources.window.k.device
         return spans.once(("askers", L, device), lambda: cls._of_spans(spans, L, device))
@@ -136,8 +137,8 @@ class IndexChoice:
     """The groups with the highest index scores for each query, as many as ``quota`` says.
 
     q ``[B, H, L, D]``: queries as wide as the keys of the index (for latents, absorbed ones). scale: attention's, > 0.
-    askers: which of these choose, by ``quota.shared`` if for others too; None: each for itself. ranks: the processes
-    whose heads choose together; None: one.
+    askers: the queries that choose, by ``quota.shared`` if for others too; None: each for itself. ranks: the processes
+    whose heads choose together; None for a single process.
     """
 
     q: Tensor
@@ -170,14 +171,14 @@ class IndexChoice:
         return torch.cat(chosen, dim=2)
 
     def _of_others(self, index: GroupIndex, start: int, stop: int, closed: Tensor) -> Tensor:
-        """`at` of queries that open what another chooses: each of these is asked once."""
+        """Groups, as `at`, of queries that open what an asker chose for them; each asker is asked once."""
         assert self.askers is not None
         number, _, newer = self.askers.queries[:, :, start:stop].long()
-        # a query more may choose in a row that begins later
+        # number of askers, one more than fits evenly, as a row may begin in the middle of an asker's queries
         place, most = number - number[:, :1], (stop - start - 1) // (SHARED * index.group_size) + 2
         first = (number[:, :1] + torch.arange(most, device=number.device)).clamp(max=self.askers.num_shared - 1)
         q = self.q.take_along_dim(self.askers.columns.take_along_dim(first, 1)[:, None, :, None], 2)
-        # the same for all queries that open what one chooses, but for padding, for which none is closed
+        # groups closed for each asker, the same for all its queries; the largest, because padding counts as 0
         closed = closed[:, 0] - (newer >= 0).long()
         closed = closed.new_zeros(len(closed), most).scatter_reduce(1, place.expand(closed.shape), closed, "amax")
         chosen = self._choose(index_scores(q, index, self.scale), closed[:, None], self.quota.shared)
@@ -192,7 +193,7 @@ class IndexChoice:
 def index_scores(q: Tensor, index: GroupIndex, scale: float) -> Tensor:
     """Score of each group for each query, estimated from the index, ``[B, H, L, G]`` float32 or wider, no gradient.
 
-    q ``[B, H, L, D]``, scale > 0. A group's score is its centre's and the largest of what its tokens differ by.
+    q ``[B, H, L, D]``, scale > 0. A group's score is its centre's plus the largest difference of a token from it.
     """
     of_tokens, of_centres, unit = _products(q, index)
     return (of_tokens.amax(-1) + of_centres) * (unit * scale)
@@ -207,14 +208,14 @@ def centre_scores(q: Tensor, index: GroupIndex, scale: float) -> Tensor:
 
 @torch.no_grad()
 def token_scores(q: Tensor, index: GroupIndex, scale: float) -> Tensor:
-    """Score of each token of each group, of which `index_scores` takes the largest, ``[B, H, L, G, g]``."""
+    """Score of each token of each group, ``[B, H, L, G, g]``; the largest of a group is its `index_scores`."""
     of_tokens, of_centres, unit = _products(q, index)
     return (of_tokens + of_centres[..., None]) * (unit * scale)[..., None]
 
 
 def _products(q: Tensor, index: GroupIndex) -> tuple[Tensor, Tensor, Tensor]:
-    """Whole numbers of queries times what tokens differ by ``[B, H, L, G, g]`` and times centres ``[B, H, L, G]``, and
-    what 1 stands for ``[B, H, L, 1]``.
+    """Products of queries in whole numbers with tokens' differences from their centres ``[B, H, L, G, g]`` and with
+    centres ``[B, H, L, G]``, and the value of 1 in these numbers ``[B, H, L, 1]``.
     """
     B, H, L, D = q.shape
     (_, K, G, _), g, (numbers, unit) = index.steps.shape, index.group_size, turned_queries(q)
@@ -226,7 +227,7 @@ def _products(q: Tensor, index: GroupIndex) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _of_centres(numbers: Tensor, index: GroupIndex) -> Tensor:
-    """Whole numbers of queries ``[B, K, n, D]`` times centres, ``[B, K, n, G]``."""
+    """Products ``[B, K, n, G]`` of queries in whole numbers ``[B, K, n, D]`` with centres."""
     centres = index.centres(numbers.shape[3], numbers.dtype)
     return (numbers @ centres.mT) * index.steps[:, :, None, :, -1].to(numbers.dtype)
 

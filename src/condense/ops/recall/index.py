@@ -1,11 +1,11 @@
 """The index of Recall: centres and signs of stored keys, from which a query's scores of tokens are estimated.
 
-Keys are turned by a fixed rotation, which keeps products and spreads what a key says evenly over its numbers. Of a
-group the *centre* is kept, the mean of its turned keys in 4 bits per number; of each key, how it differs from the
-centre: the signs of its numbers and one step, which stands for the size of them all (after RaBitQ, arXiv:2405.12497).
-Without centres signs would say little of keys that have a large part in common, as they do in trained models. Queries
-are turned too and rounded to 8 bits, so that products with signs and with codes are whole numbers, the same to the bit
-in all backends. What is kept of a group depends on its keys alone, so that the index of new groups can be appended.
+Keys are turned by a fixed rotation, which keeps products and spreads what a key says evenly over its numbers. A group
+has a *centre*, the mean of its turned keys in 4 bits per number. Each key has its difference from the centre, as the
+signs of its numbers and one step, their size (after RaBitQ, arXiv:2405.12497). Without centres signs would say little
+of keys that have a large part in common, as they do in trained models. Queries are turned too and rounded to 8 bits, so
+that products with signs and with codes are whole numbers, the same to the bit in all backends. The index of a group
+depends on its keys alone, so that the index of new groups can be appended.
 
 Shapes: B rows, H query heads, K KV heads, L queries, G groups of g tokens, D key width, W = ceil(D / 8) bytes of signs.
 """
@@ -20,9 +20,9 @@ from torch import Tensor
 
 from condense.ops.tensors.codes import from_bytes, to_bytes
 
-# whole numbers up to this stand for the numbers of a query: bfloat16 holds them too
+# a query's numbers are rounded to whole numbers up to this, which bfloat16 holds exactly
 QUERY_LEVELS = 127
-# a number of a centre is a whole number of steps: twice its code, less this
+# a number of a centre is ``2 * code - CENTRE_LEVELS`` steps
 CENTRE_LEVELS = 15
 # last bits of a float32 number that are 0 in a centre's step, so that bfloat16 holds the numbers of a centre
 CENTRE_DROPPED = 20
@@ -72,7 +72,7 @@ def sign_bytes(D: int) -> int:
 
 def index_widths(g: int, D: int) -> tuple[int, int]:
     """Columns of the signs and of the steps of a group of g keys of width D."""
-    # kernels call this, and so it calls nothing
+    # kernels call this, so it may not call Python functions
     return (g + 4) * -(-D // 8), g + 1
 
 
@@ -81,7 +81,7 @@ def block_width(D: int) -> int:
     return min(D & -D, 128)
 
 
-@torch.compiler.assume_constant_result  # a trace takes the matrix as it is
+@torch.compiler.assume_constant_result  # torch.compile takes the matrix as a constant
 def rotation(D: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
     """The rotation times the square root of its blocks' width, ``[D, D]``: a vector x is turned by ``x @ it``.
 
@@ -104,18 +104,18 @@ def _rotation(D: int, device: torch.device, dtype: torch.dtype) -> Tensor:
 
 @torch.no_grad()
 def split_keys(k_groups: Tensor) -> tuple[GroupIndex, Tensor]:
-    """The index of groups of keys ``[B, K, G, g, D]``, of any floating dtype, and what the turned keys differ by from
-    their centre, ``[B, K, G, g, D]`` in float32 or wider. No gradient.
+    """The index of groups of keys ``[B, K, G, g, D]``, of any floating dtype, and the differences of the turned keys
+    from their centre, ``[B, K, G, g, D]`` in float32 or wider. No gradient.
 
-    A token's step keeps the product with itself of what its key differs by: it is ``sum(x ** 2) / sum(abs(x))`` of the
-    difference x of the turned key and the centre. A centre's step is rounded up to 4 significant bits.
+    A token's step is ``sum(x ** 2) / sum(abs(x))`` of the difference x of its turned key and the centre: then x has the
+    same product with ``step * sign(x)`` as with itself. A centre's step is rounded up to 4 significant bits.
     """
     (*_, g, D), dtype = k_groups.shape, k_groups.dtype
     W, P = sign_bytes(D), block_width(D)
     wide = k_groups.to(torch.promote_types(dtype, torch.float32))
     x = wide @ rotation(D, wide.device, wide.dtype)
     tiny = torch.finfo(x.dtype).tiny
-    # products of two turned vectors are too large by the width of the rotation's blocks, by which steps are divided
+    # turning multiplies products by P, the width of the rotation's blocks, so steps are divided by it
     mean = x.sum(3) * (1 / g)
     step = (mean.abs().amax(3, keepdim=True) * (1 / (CENTRE_LEVELS * P))).float().view(torch.int32)
     step = ((step + _BELOW) & ~_BELOW).view(torch.float32).to(dtype)
@@ -133,11 +133,11 @@ def split_keys(k_groups: Tensor) -> tuple[GroupIndex, Tensor]:
 
 @torch.no_grad()
 def turned_queries(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries ``[..., D]`` as an index is scored with: whole numbers up to `QUERY_LEVELS` and what one of them stands
-    for, ``[..., D]`` and ``[..., 1]`` in float32 or wider. No gradient.
+    """Turned queries ``[..., D]`` in whole numbers up to `QUERY_LEVELS`, and the value of 1 in these numbers,
+    ``[..., 1]``; both float32 or wider. No gradient.
     """
     wide = q.to(torch.promote_types(q.dtype, torch.float32))
     x = wide @ rotation(q.shape[-1], q.device, wide.dtype)
-    # CUDA divides by a constant as it multiplies by its inverse: written out, so that CPUs round alike
+    # CUDA replaces a division by a constant by a product with its inverse: written out, so that CPUs round alike
     unit = x.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny * QUERY_LEVELS) * (1 / QUERY_LEVELS)
     return (x / unit).round(), unit

@@ -22,8 +22,8 @@ from condense.ops.types import soft_cap
 
 
 class GroupMeans(NamedTuple):
-    """Means of values or of latents, float32 or wider ``[B, K, n, Dv]``: column i is that of the first ``first + i``
-    whole groups of a row, 0 for none of them. first: an int or int64 CPU ``[B]``.
+    """Means of values or of latents, float32 or wider ``[B, K, n, Dv]``: column i is the mean over a row's first
+    ``first + i`` whole groups, 0 for no group. first: an int or int64 CPU ``[B]``.
     """
 
     means: Tensor
@@ -50,7 +50,7 @@ class GroupMeans(NamedTuple):
 
 
 def _columns(x: Tensor, start: PerRow, count: int) -> Tensor:
-    """Columns ``[start, start + count)`` of x ``[B, K, n, Dv]``; where there is none, the first or the last."""
+    """Columns ``[start, start + count)`` of x ``[B, K, n, Dv]``; the first or last column beyond its ends."""
     if not isinstance(start, Tensor) and 0 <= start <= x.shape[2] - count:
         return x[:, :, start : start + count]
     column = broadcast_rows(start, 2) + torch.arange(count, device="cpu")[None]
@@ -59,18 +59,18 @@ def _columns(x: Tensor, start: PerRow, count: int) -> Tensor:
 
 
 def running_sums(before: Tensor, groups: Tensor) -> Tensor:
-    """Sums of values, ``[B, K, 1 + n, Dv]`` float64: one before, ``[B, K, 1, Dv]``, and after each of n whole groups
-    ``[B, K, n, g, Dv]``; one after another, so that a sum does not depend on the number of groups at a time.
+    """Sums of values ``[B, K, 1 + n, Dv]`` float64: ``before`` ``[B, K, 1, Dv]``, then the sum after each of n whole
+    groups ``[B, K, n, g, Dv]``. Groups are added one by one, so that a sum does not depend on how many come at a time.
     """
     sums = torch.cat([before, groups.sum(3, dtype=torch.float64)], dim=2)
-    # along the last dimension, where a GPU adds up many in parallel
+    # summed along the last dimension, where a GPU works on many rows in parallel
     return sums.mT.cumsum(-1).mT
 
 
 @torch.no_grad()
 def rest_weights(choice: IndexChoice, start: int, stop: int, chosen: Tensor, closed: Tensor, softcap: float) -> Tensor:
-    """Logarithm of the weight of what queries ``[start, stop)`` do not open, ``[B, H, L]`` float32 or wider; -inf where
-    all closed groups are open.
+    """Logarithm of the weight of the closed groups that queries ``[start, stop)`` do not open, ``[B, H, L]`` float32 or
+    wider; -inf where all are open.
 
     chosen: bool ``[B, K, L, G]`` of the first G groups; closed: as in `IndexChoice.at`.
     """
@@ -79,14 +79,14 @@ def rest_weights(choice: IndexChoice, start: int, stop: int, chosen: Tensor, clo
     rest = (torch.arange(G, device=scores.device) < closed[..., None]) & ~chosen
     rest = rest.repeat_interleave(scores.shape[1] // K, 1)
     weights = scores.masked_fill(~rest, float("-inf")).logsumexp(-1) + math.log(g)
-    return weights.detach()  # gradients of forward mode do not stop at no_grad
+    return weights.detach()  # no_grad does not stop gradients of forward mode
 
 
 def with_rest(out: Tensor, lse: Tensor, weight: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention ``[B, H, L, Dv]`` and its log-sum-exp ``[B, H, L]`` with one token more.
+    """Attention ``[B, H, L, Dv]`` and its log-sum-exp ``[B, H, L]`` with one more token under the softmax.
 
-    weight ``[B, H, L]``: the logarithm of its weight; mean ``[B, K, L, Dv]``: its value. Where both have no weight, the
-    output stays 0. Where the token has none, the output stays the same to the bit.
+    weight ``[B, H, L]``: the logarithm of the token's weight, mean ``[B, K, L, Dv]``: its value. Where weight is -inf,
+    the output stays the same to the bit, also if it is 0 because the query sees nothing.
     """
     nothing = torch.maximum(lse, weight) == float("-inf")
     # the gradient of logaddexp is NaN where both are -inf

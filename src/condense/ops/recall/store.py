@@ -1,7 +1,7 @@
 """The format of the exact tokens of closed groups in a store: as they are, or in 8 or 4 bits per number.
 
-In fewer bits a key is kept as its difference from the centre that the group's index holds, of which the index also
-holds the signs (`condense.ops.recall.index`): the store adds a code for the size of each number, and one step per
+In fewer bits a key is kept as its difference from the centre in the group's index (`condense.ops.recall.index`). The
+index also holds the signs of the difference; the store adds a code for the size of each number, and one step per
 token. As keys are turned, no channel is larger than others in all tokens. Values have a step and a zero per token
 (after KIVI, arXiv:2402.02750). A group is one piece of bytes, which depends on that group alone: in the dtype of the
 tokens, the steps of its g values, their zeros, and the steps of its keys; from the next multiple of 16 bytes on the
@@ -25,7 +25,7 @@ from torch import Tensor
 from condense.ops.recall.index import GroupIndex, block_width, rotation
 from condense.ops.tensors.codes import dequantise, from_bytes, quantise, to_bytes
 
-# pieces and their codes begin at multiples of so many bytes
+# alignment of pieces, and of the codes in them, in bytes
 _UNIT = 16
 
 
@@ -47,16 +47,16 @@ class StoreFormat:
             raise ValueError(f"store_bits=4 needs keys and values of even widths, got {D} and {Dv}: use store_bits=8")
         g = self.group_size
         needed = sum(self._sizes(D, Dv, itemsize))
-        # pieces begin at multiples of their unit, so that what they hold can be read as words
+        # pieces begin at multiples of _UNIT, so that their contents can be read as words
         unit = _UNIT // math.gcd(_UNIT, g)
         return -(-needed // (g * unit)) * unit
 
     def key_steps_at(self, Dv: int, itemsize: int) -> int:
-        """Bytes of a piece before the steps of its keys; itemsize as in `width`."""
+        """Offset in bytes, within a piece, of the steps of its keys; itemsize as in `width`."""
         return 2 * (self.group_size if Dv else 0) * itemsize
 
     def codes_at(self, D: int, Dv: int, itemsize: int) -> tuple[int, int]:
-        """Bytes of a piece before the codes of its keys, and of its values; itemsize as in `width`."""
+        """Offsets in bytes, within a piece, of the codes of keys and of values; itemsize as in `width`."""
         grid, of_keys, _ = self._sizes(D, Dv, itemsize)
         return grid, grid + of_keys
 
@@ -71,7 +71,7 @@ class StoreFormat:
     def pack(self, k: Tensor, v: Tensor, rest: Tensor) -> Tensor:
         """Rows ``[B, K, G * g, C]`` of keys ``[B, K, G, g, D]`` and values ``[B, K, G, g, Dv]``.
 
-        rest: what the keys, turned, differ by from their centre (`condense.ops.recall.split_keys`).
+        rest: the differences of the turned keys from their centre (`condense.ops.recall.split_keys`).
 
         With fewer than 16 bits no gradient flows. The error of a number of a turned key is at most a step, which is
         1 / 2 ** (bits + 1) of the largest difference from the centre, rounded up to the dtype; of a value half a step,

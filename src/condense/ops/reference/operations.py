@@ -29,7 +29,7 @@ def visible(spans: Spans, start: int, stop: int, sizes: Sequence[int], device: t
 
 
 def attend(q: Tensor, sources: Sequence[Source], spans: Spans, options: AttendOptions) -> tuple[Tensor, Tensor]:
-    """See `condense.ops.attend`. Materialises ``[B, H, L, S]`` scores."""
+    """Attention over sources under one softmax (`condense.ops.attend`), with all scores ``[B, H, L, S]`` at once."""
     sizes = [source.k.shape[2] for source in sources]
     k, v = torch.cat([source.k for source in sources], dim=2), torch.cat([source.v for source in sources], dim=2)
     mask = visible(spans, 0, q.shape[2], sizes, q.device)[:, :, None]
@@ -40,7 +40,7 @@ def attend(q: Tensor, sources: Sequence[Source], spans: Spans, options: AttendOp
 def attend_masked(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, bias: Tensor | None, options: AttendOptions
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of queries over keys k and values v of all sources, where mask ``[B|1, K|1, 1, L, S]``.
+    """Output and log-sum-exp of queries over keys and values of all sources, mask ``[B|1, K|1, 1, L, S]`` True if seen.
 
     bias: ``[B|1, K|1, S]``, None for none. A query that sees nothing gives 0 and -inf.
     """
@@ -61,7 +61,7 @@ def attend_masked(
 def attend_recall(
     q: Tensor, sources: RecallSources, choice: IndexChoice, options: AttendOptions, means: GroupMeans | None
 ) -> tuple[Tensor, Tensor]:
-    """See `condense.ops.attend_recall`."""
+    """Attention to open groups, the window and one token for the rest (`condense.ops.attend_recall`)."""
     (store, window, spans), L, g = sources, q.shape[2], sources.group_size
     of_groups, of_window = spans.at(0, L, q.device)
     column = torch.arange(window.k.shape[2], device=q.device)
@@ -77,7 +77,7 @@ def attend_recall(
 
 
 def summarize(q: Tensor, tail: Tensor, spans: SummarySpans | SummaryColumns) -> Tensor:
-    """See `condense.ops.summarize`. One row and span at a time."""
+    """Summary queries of all spans (`condense.ops.summarize`), one row and span at a time."""
     K, Q, L = tail.shape[1], tail.shape[2], q.shape[2]
     wide = torch.promote_types(q.dtype, torch.float32)
     means = q.to(wide).unflatten(1, (K, -1)).mean(2).to(q.dtype)
@@ -98,14 +98,14 @@ def summarize(q: Tensor, tail: Tensor, spans: SummarySpans | SummaryColumns) -> 
 
 
 def group_scores(summary: Tensor, k: Tensor, *, scale: float) -> Tensor:
-    """See `condense.ops.group_scores`. One group at a time."""
+    """Scores of the tokens of every group (`condense.ops.group_scores`), one group at a time."""
     wide = torch.promote_types(k.dtype, torch.float32)
     groups = [(summary[:, :, j, None].to(wide) * k[:, :, j].to(wide)).sum(-1) * scale for j in range(k.shape[2])]
     return torch.stack(groups, dim=2) if groups else k.new_zeros(k.shape[:4], dtype=wide)
 
 
 def pool(x: Tensor, scores: Tensor, *, how: str) -> Tensor:
-    """See `condense.ops.pool`. One group at a time."""
+    """Groups pooled to one vector each (`condense.ops.pool`), one group at a time."""
     pooled = [_pool_one(x[:, :, j].to(scores.dtype), scores[:, :, j], how) for j in range(x.shape[2])]
     return torch.stack(pooled, dim=2).to(x.dtype) if pooled else x.new_zeros(*x.shape[:3], x.shape[4])
 
@@ -122,7 +122,7 @@ def _pool_one(x: Tensor, scores: Tensor, how: str) -> Tensor:
 
 
 def importance(q: Tensor, k: Tensor, sample: Sample, *, scale: float) -> Tensor:
-    """See `condense.ops.importance`. One sampled query at a time, in all rows at once."""
+    """Attention that tokens get from sampled queries (`condense.ops.importance`), one query of all rows at a time."""
     B, H, L, _ = q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
     total, column = q.new_zeros(B, H, L, dtype=wide), torch.arange(L, device=q.device)
@@ -137,7 +137,7 @@ def importance(q: Tensor, k: Tensor, sample: Sample, *, scale: float) -> Tensor:
 
 
 def largest_weights(q: Tensor, k: Tensor, lse: Tensor, *, scale: float, softcap: float) -> Tensor:
-    """See `condense.ops.largest_weights`. One query at a time, in all rows and heads at once."""
+    """Largest weight that a query gives each key (`condense.ops.largest_weights`), one query of all rows at a time."""
     wide, K = torch.promote_types(q.dtype, torch.float32), k.shape[1]
     keys, best = k.to(wide).repeat_interleave(q.shape[1] // K, dim=1), q.new_zeros(k.shape[:3], dtype=wide)
     for i in range(q.shape[2]):

@@ -16,12 +16,12 @@ from condense.ops.spans import SharedByLayers
 from condense.ops.step.settings import StepSettings
 from condense.ops.types import NO_EXTRAS, Extras
 
-# slots are copied in such words
+# slots are copied in words of this dtype
 _WORD = torch.int64
 
 
 class Pages(NamedTuple):
-    """Pages of one kind, and those of each request.
+    """Pages of one kind, and a table of the pages of each request.
 
     cache: ``[P, K, N, C]``, whose last stride is 1. table: int32 ``[R, n]`` on the same device; column i is the page
     that holds slots ``[i * N, (i + 1) * N)`` of a request.
@@ -40,7 +40,7 @@ class Pages(NamedTuple):
         return self._replace(cache=self.cache.view(dtype))
 
     def columns(self, start: int, stop: int | None = None) -> Self:
-        """The same pages, of each slot the columns ``[start, stop)``, the last ones by default."""
+        """The same pages with columns ``[start, stop)`` of each slot; by default all from ``start`` on."""
         return self._replace(cache=self.cache[..., start:stop])
 
     def rows(self, start: int, stop: int) -> Self:
@@ -49,9 +49,9 @@ class Pages(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Slots of pages for all KV heads: page, head and slot, int64 ``[B, K, n]``, which index together.
+    """Indices of slots for all KV heads, ``cache[page, head, slot]``: three int64 tensors ``[B, K, n]``.
 
-    All are contiguous: PyTorch copies what it indexes by, each time, if strides differ.
+    They are contiguous, because PyTorch would copy indices with differing strides at each use.
     """
 
     page: Tensor
@@ -60,7 +60,7 @@ class Places(NamedTuple):
 
     @classmethod
     def of(cls, page: Tensor, slot: Tensor, K: int) -> Self:
-        """Places of slots, ``[B, n]``, in all of K heads."""
+        """Places of slots in all of K heads; page and slot ``[B, n]``."""
         head = torch.arange(K, device=page.device)[:, None]
         return cls(*(x.contiguous() for x in torch.broadcast_tensors(page[:, None], head, slot[:, None])))
 
@@ -68,15 +68,15 @@ class Places(NamedTuple):
 class PagedSlots(NamedTuple):
     """Copies on the device of groups in host memory that were open lately, for the first R requests of a step.
 
-    They belong to a place in the batch, where requests come and go, as groups do in pages. So each names the record of
-    which it is a copy: a record's stamp (`condense.ops.step.records`) is the clock's number when it was written, and
-    each step that may copy records moves the clock on. A copy counts while the table of the request that is in its
-    place leads to that record, with that stamp: between two writes with the same stamp no copy is made, so the record
-    still holds what was copied.
+    Slots belong to a place in the batch, where requests come and go, while their records may be written anew. So each
+    slot names the record that it copies, and its stamp: a record's stamp (`condense.ops.step.records`) is the number on
+    the clock when it was written, and each step that may copy records advances the clock. A copy is valid while the
+    table of the request in its place leads to that record and the record has that stamp: a record is not copied
+    between two writes with one stamp, so it still holds what was copied.
 
     slots uint8 ``[R, K, S * g, C]``, held and order int32 ``[R, K, S]``: as in `condense.ops.step.StepState`. tags
-    int32 ``[R, K, S, 2]``: of the record in each slot the page times the slots of a page, plus its slot there, and the
-    stamp. clock int32 ``[1]``.
+    int32 ``[R, K, S, 2]``: number of the record in each slot (its page times the slots of a page, plus its slot in the
+    page), and its stamp. clock int32 ``[1]``.
     """
 
     slots: Tensor
@@ -87,7 +87,7 @@ class PagedSlots(NamedTuple):
 
     @classmethod
     def empty(cls, rows: int, K: int, widths: tuple[int, int], settings: StepSettings, like: Tensor) -> Self:
-        """Slots that hold nothing, of ``rows`` requests. widths: D and Dv; like: of the dtype and device of tokens."""
+        """Empty slots for ``rows`` requests. widths: D and Dv; like: a tensor of the tokens' dtype and device."""
         assert settings.choice is not None
         form, S = settings.store_format, settings.choice.store.slots
         tags = like.new_zeros(rows, K, S, 2, dtype=torch.int32)
@@ -109,24 +109,24 @@ class PagedSlots(NamedTuple):
 class PagedState(NamedTuple):
     """The state of all requests in one layer, on one device.
 
-    window: in the dtype of k, slot t holds the token at position t, ``[k | v]``, C = D + Dv. If queries see what they
-    do not open, ``[k | v | s]``, C as `window_columns`: the sum of the values of all groups up to one, float64, lies in
-    the slots of that group's g tokens, `sum_part` numbers in each, in order; no other token's s is read. Requests that
-    share a prefix share whole pages of entries.
-    entries: slot ``j + summary_delay / g`` holds the entry of group j, ``[k | v]`` in the dtype of k. Or uint8, for any
-    settings, and always with a choice: there it is the record of group j, C bytes, those of a page side by side, as
-    `condense.ops.step.record_format` lays them out. With a choice the delay is 0: a record is written when the last
-    token of its group is read, and depends on the group's tokens alone. Pages of records lie at multiples of 16 bytes,
-    at any distance.
-    store: of a store in host memory, the stored tokens of records: uint8 ``[P, K, N, n]``, contiguous, in pages and
+    window: in the dtype of k, slot t holds the token at position t, ``[k | v]``, C = D + Dv. If queries see the groups
+    that they do not open as one token, ``[k | v | s]``, C from `window_columns`: the slots of group j's g tokens hold
+    the sum, float64, of the values of groups 0 to j, `sum_part` numbers each, in order; s of other tokens is not read.
+    Requests that share a prefix share whole pages of entries.
+    entries: slot ``j + summary_delay / g`` holds the entry of group j, ``[k | v]`` in the dtype of k. Or pages are
+    uint8, for any settings and always with a choice: then the slot holds the record of group j, C bytes, and records of
+    a page lie side by side as `condense.ops.step.record_format` says. With a choice the delay is 0: a record is written
+    when the last token of its group is read, and depends on the group's tokens alone. Pages of records begin at
+    multiples of 16 bytes.
+    store: the stored tokens of records if they lie in host memory: uint8 ``[P, K, N, n]``, contiguous, in pages and
     slots of the same numbers as those of the entries; pinned beside a GPU. Else None: they stand in the records.
     ring: in the dtype of k, slot ``t % N`` of a request's only page holds the mean query of position t in its first D
     columns; None for methods that need one query or none (`condense.serving.plan`).
     up: the up-projections, if tokens are latents (MLA): K is 1, a key is ``[c ; k_rope]`` and Dv is 0. Else None.
     extras: of the layer, as in `condense.ops.attend`; groups are chosen without them.
-    slots: copies of groups of that store, for steps of kernels alone; None: each reads all that it opens from there.
+    slots: copies of groups of ``store``, for steps of kernels alone; None: steps read all open groups from ``store``.
     longest: the most tokens of a request; None: as many as tables have room for.
-    ranks: of latents whose heads are spread over processes, which all have all pages; None if this one has all heads.
+    ranks: the processes over which heads of latents are spread, each with all pages; None if this one has all heads.
     Slots that a request has not filled, or needs no more, are not read and may hold anything.
     """
 
@@ -190,14 +190,14 @@ class NewTokens(SharedByLayers):
 
 
 def sum_part(width: int, g: int) -> int:
-    """Numbers of a sum ``width`` wide that each of the g tokens of a group holds; the last ones may hold fewer."""
+    """Count of a sum's ``width`` numbers that each of a group's g tokens holds; the last ones may hold fewer."""
     return -(-width // g)
 
 
 def window_columns(D: int, Dv: int, settings: StepSettings, itemsize: int) -> tuple[int, int]:
-    """Columns of a token of the window before its part of a sum, and all, in numbers of ``itemsize`` bytes.
+    """The column of a window token at which its part of a sum begins, and all its columns, of ``itemsize`` bytes each.
 
-    Sums begin at multiples of 8 bytes. Both are D + Dv if there are none.
+    Sums begin at multiples of 8 bytes. Both numbers are D + Dv if there are no sums.
     """
     if not settings.sees_rest:
         return D + Dv, D + Dv
@@ -205,8 +205,8 @@ def window_columns(D: int, Dv: int, settings: StepSettings, itemsize: int) -> tu
     return start // itemsize, (start + 8 * sum_part(Dv or D, settings.rule.chunk)) // itemsize
 
 
-# groups of requests that a step of kernels attends to at once, in pools of pages: requests share the pages of common
-# prefixes, so all together may have many times as many groups as a pool has room for
+# a step of kernels attends at once to requests with so many times the groups that a pool of pages has room for:
+# requests share the pages of common prefixes, so all together may have many times more
 _AT_ONCE = 8
 
 
@@ -218,18 +218,18 @@ def rows_at_once(records: Pages) -> int:
 
 
 def copied(cache: Tensor, places: Places) -> Tensor:
-    """Slots of a cache ``[P, K, N, C]`` at ``places``, ``[B, K, n, C]``."""
+    """A copy ``[B, K, n, C]`` of the slots at ``places`` of a cache ``[P, K, N, C]``."""
     return words(cache)[places].view(cache.dtype)
 
 
 def words(x: Tensor) -> Tensor:
-    """x seen as words of 8 bytes, of which a GPU copies as many a second as of single bytes; else x itself."""
+    """View x as words of 8 bytes, of which a GPU copies as many per second as of bytes; x itself if strides forbid."""
     size, unit = x.element_size(), _WORD.itemsize
     places = x.shape[-1], x.storage_offset(), *x.stride()[:-1]
     return x.view(_WORD) if x.stride(-1) == 1 and all(n * size % unit == 0 for n in places) else x
 
 
 def as_words(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """All of some tensors as `words`, or all as they are, so that numbers of one can be written to another."""
+    """Return all tensors as `words`, or all as they are, so that one can be written to another."""
     seen = tuple(words(x) for x in tensors)
     return seen if all(x.dtype == _WORD for x in seen) else tensors

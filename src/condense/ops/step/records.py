@@ -7,8 +7,8 @@ part is another line of that table. Each part begins at a multiple of 16 bytes, 
 A page has N records of each KV head side by side, in three planes: first the index of all, then the entries of all,
 then the stored tokens. A step reads index or entries of all groups in long stretches, but tokens of few. A store in
 host memory has its plane there, in pages with the same numbers (`condense.ops.step.pages.PagedState.store`). If copies
-of its groups may stand in slots, the index also has a *stamp*, by which a slot knows whether its copy is still that of
-the record (`condense.ops.step.pages.PagedSlots`).
+of its groups may stand in slots, the index also has a *stamp*, by which a slot knows whether its copy still equals the
+record (`condense.ops.step.pages.PagedSlots`).
 
 Shapes: K KV heads, G groups of g tokens, P pages of N records, C bytes of a record, D and Dv widths.
 """
@@ -26,7 +26,7 @@ from condense.ops.step.state import Per, fields_of
 
 # parts of each plane
 _PLANES = ("signs", "steps"), ("entries_k", "entries_v", "biases"), ("store",)
-# parts and records begin at multiples of so many bytes, stamps at multiples of their own
+# alignment of parts and records, in bytes; stamps are aligned to their own size
 RECORD_UNIT = 16
 STAMP = "stamps"
 
@@ -34,8 +34,8 @@ STAMP = "stamps"
 class Part(NamedTuple):
     """One part of a record.
 
-    name: of its buffer in `condense.ops.step.StepState`, or `STAMP`. start: offset in bytes in its plane. shape: of a
-    group's numbers there, ``(columns,)``, or ``(g, columns)`` of what is kept per token. dtype: of these numbers.
+    name: of its buffer in `condense.ops.step.StepState`, or `STAMP`. start: offset in bytes in its plane. shape: of its
+    numbers, ``(columns,)``, or ``(g, columns)`` for a part with numbers of each token. dtype: of these numbers.
     """
 
     name: str
@@ -79,8 +79,8 @@ class RecordFormat(NamedTuple):
         return tuple((parts, size) for parts, size in zip(self.parts, self.sizes, strict=True) if size > 0)
 
     def pack(self, kept: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        """Rows of each plane that is not empty, uint8 ``[B, K, G, n]`` of the `sizes` n, of the parts ``[B, K, G,
-        columns]`` by name, or ``[B, K, G * g, columns]``.
+        """Rows of bytes for each plane that is not empty, uint8 ``[B, K, G, n]`` with n from ``sizes``. kept: the parts
+        by name, ``[B, K, G, columns]`` or ``[B, K, G * g, columns]``.
         """
         given = {
             part.name: kept[part.name].unflatten(2, (-1, *part.shape[:-1])).flatten(3).contiguous()
@@ -97,8 +97,9 @@ class RecordFormat(NamedTuple):
         return planes
 
     def planes(self, pages: Tensor, store: Tensor | None = None) -> tuple[Tensor, ...]:
-        """The planes that are not empty, of pages uint8 ``[..., N, C]``, whose last two dimensions are contiguous:
-        views ``[..., N, n]`` of the `sizes` n. store: the plane that lies apart.
+        """Views ``[..., N, n]``, n from ``sizes``, of the planes that are not empty in pages uint8 ``[..., N, C]``.
+
+        The last two dimensions of pages are contiguous. store: the plane that lies apart.
         """
         N, sizes = pages.shape[-2], [size for _, size in self._kept[: len(self._kept) - self.apart]]
         planes = pages.flatten(-2).split_with_sizes([N * size for size in sizes], -1)
@@ -106,7 +107,7 @@ class RecordFormat(NamedTuple):
         return views if store is None else (*views, store)
 
     def views(self, pages: Tensor, store: Tensor | None = None) -> dict[str, Tensor]:
-        """The parts of pages as of `planes`, by name: views ``[..., N, columns]``."""
+        """Parts of records by name, as views ``[..., N, columns]`` of pages; arguments as in `planes`."""
         planes = zip(self.planes(pages, store), self._kept, strict=True)
         return {x.name: plane[..., x.start : x.stop].view(x.dtype) for plane, (parts, _) in planes for x in parts}
 
@@ -128,7 +129,7 @@ def record_format(settings: StepSettings, widths: tuple[int, int], dtype: torch.
                 parts.append(Part(field.name, end, shape, field.dtype))
                 end = round_up(parts[-1].stop, RECORD_UNIT)
         if names is _PLANES[0] and has_slots:
-            # mostly in bytes that the parts before it leave empty
+            # the stamp mostly fits into bytes that the parts before it leave empty
             parts.append(Part(STAMP, round_up(parts[-1].stop, 4), (1,), torch.int32))
             end = round_up(parts[-1].stop, RECORD_UNIT)
         planes.append(tuple(parts))

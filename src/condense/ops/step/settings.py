@@ -19,8 +19,8 @@ from condense.ops.types import Pooling
 class StoreSettings(NamedTuple):
     """The store of exact tokens.
 
-    bits: of `condense.ops.recall.StoreFormat`. on_host: in host memory, which is pinned if other tensors are on a GPU.
-    slots: groups that are also kept on the device, per row and KV head; 0 for a store on the device.
+    bits: of `condense.ops.recall.StoreFormat`. on_host: whether it lies in host memory, which is pinned beside a GPU.
+    slots: groups of which the device keeps a copy, per row and KV head; 0 for a store on the device.
     """
 
     bits: int = 16
@@ -33,9 +33,9 @@ class ChoiceSettings:
     """The choice of the closed groups that a query opens, to see their exact tokens; no group has an entry.
 
     quota: number of groups to open. store: of their tokens. mean: queries see the closed groups that they do not open
-    as one token (`condense.ops.recall.rest`). prompt: how queries are read of which a call has several: as single ones
-    ("recall"); they choose no groups and see the tokens of all ("exact"); or one chooses for those after it, see
-    `condense.ops.recall.choice.Askers` ("shared").
+    as one token (`condense.ops.recall.rest`). prompt: how a call with several queries reads them: each chooses groups
+    as a single one does ("recall"), none chooses and all see the tokens of all groups ("exact"), or some choose for
+    others ("shared", see `condense.ops.recall.choice.Askers`).
     """
 
     quota: Quota
@@ -45,7 +45,7 @@ class ChoiceSettings:
 
     @property
     def prompt_quota(self) -> Quota:
-        """The number of groups that a prompt's queries open, but for the last ones with "shared"; all with "exact"."""
+        """The number of groups that a prompt's queries open: all with "exact"; with "shared" the last may open more."""
         return {"recall": self.quota, "exact": Quota(), "shared": self.quota.shared}[self.prompt]
 
 
@@ -62,7 +62,7 @@ class StepSettings:
     matched: each entry has a bias of its own (`condense.ops.matched_bias`) in place of ``biases``.
     entry_bits: of `condense.ops.entries.EntryFormat`; with 8 or 4 bits, an entry is rounded when it is made.
     choice: the groups whose exact tokens a query sees; None for a method that keeps no tokens of closed groups.
-    coarse: of what old entries are merged into; None if all are kept.
+    coarse: the coarse entries that old entries are merged into; None if entries stay as they are.
     """
 
     rule: UniformRule
@@ -115,17 +115,17 @@ class StepSettings:
 
     @property
     def reads_exactly(self) -> bool:
-        """True if queries that are read several at once see the tokens of all groups."""
+        """True if the queries of a call with several see the tokens of all groups."""
         return self.choice is not None and self.choice.prompt == "exact"
 
     @property
     def reads_otherwise(self) -> bool:
-        """True if queries that are read several at once are read otherwise than single ones."""
+        """True if a call with several queries sees other groups than single queries would."""
         return self.choice is not None and self.choice.prompt != "recall"
 
     @property
     def bias(self) -> float:
-        """Bias of a chunk's last entry where kernels make it, 0.0 for none."""
+        """Bias of a chunk's last entry, for kernels; 0.0 for none."""
         is_made = self.key_pooling is not None or self.coarse is not None
         return self.biases[-1] if self.biases and is_made else 0.0
 

@@ -1,4 +1,4 @@
-"""The state of one layer in buffers: one table says what it holds, by which it is made, checked, cleared and counted.
+"""The state of one layer in buffers: one table lists them, by which they are made, checked, cleared and counted.
 
 Shapes: B rows, K KV heads, M entries of capacity, W and Q slots of the rings of tokens and of queries, N tokens that
 the store has room for, S slots of the store, T sums, F fine entries, g tokens per group, D and Dv widths.
@@ -22,20 +22,20 @@ class Per(Enum):
     """The thing that a row of a buffer stands for; every KV head has its own rows, except for ``ROW``."""
 
     ENTRY = auto()
-    TOKEN = auto()  # of the window
+    TOKEN = auto()  # token of the window
     QUERY = auto()
     STORED = auto()  # token of a closed group
     COPIED = auto()  # token of a group in a slot of the store
-    SUM = auto()  # of the values of all whole groups at some time
+    SUM = auto()  # sum of the values of the first j whole groups
     SLOT = auto()
     FINE = auto()  # entry of a chunk that is not merged yet
     ROW = auto()
 
 
 class Field(NamedTuple):
-    """One buffer of a state. width: columns, () for none; those that a method does not need are 0 wide.
+    """One buffer of a state. width: columns, () for none; a buffer that a method does not need is 0 wide.
 
-    fill: of a new buffer; None counts 0, 1, 2, ... on_host: in host memory, which is pinned beside a GPU.
+    fill: value of a new buffer; None for 0, 1, 2, ... on_host: in host memory, which is pinned beside a GPU.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Field(NamedTuple):
 
 
 class StateSizes(NamedTuple):
-    """Sizes of keys and values of a layer and of what is kept: B, K, D and Dv, M, W, Q, N, T, F."""
+    """Sizes of a layer's buffers, in this order: B, K, (D, Dv), M, W, Q, N, T, F."""
 
     rows: int
     heads: int
@@ -111,14 +111,14 @@ class StepState(NamedTuple):
     slots that were read move to the end of ``order``, and behind them those that were taken. A row that is not real
     leaves all as it is. Slots decide from where numbers are read, never which numbers; PyTorch's step, which makes room
     for what it reads in every step, reads the store and leaves them as they are.
-    sums float64 ``[B, K, T, Dv]``, if queries see what they do not open: the sum of the values of a row's first j whole
-    groups, before they are rounded, stands in slot ``j % T``; of latents, whose Dv is 0, of keys, ``[B, K, T, D]``. A
-    step that reads the last token of group j writes sum j + 1. So as many tokens can be taken back as T - 1 groups
-    hold. In float64 sums of 16-bit numbers hardly round, so that they do not depend on their order.
+    sums float64 ``[B, K, T, Dv]``, if queries see the groups that they do not open as one token: slot ``j % T`` holds
+    the sum of the values of a row's first j whole groups, before they are rounded; with latents, whose Dv is 0, the sum
+    of keys, ``[B, K, T, D]``. A step that reads the last token of group j writes sum j + 1. So as many tokens can be
+    taken back as T - 1 groups hold. In float64 sums of 16-bit numbers hardly round, whatever their order.
 
-    With coarse entries (`condense.ops.coarse.Coarse`) these are what ``entries`` holds, and also the following:
+    With coarse entries (`condense.ops.coarse.Coarse`), entries_k and entries_v hold these, and fine entries stand in:
 
-    fine_k ``[B, K, F, D]``, fine_v ``[B, K, F, Dv]``: that of chunk j in slot ``j % F``; F is at least
+    fine_k ``[B, K, F, D]``, fine_v ``[B, K, F, Dv]``: the entry of chunk j in slot ``j % F``; F is at least
     `condense.ops.coarse.CoarseRule.fine_slots`.
     """
 
@@ -142,7 +142,7 @@ class StepState(NamedTuple):
     fine_v: Tensor
 
     def entries(self, settings: StepSettings) -> tuple[Tensor, ...]:
-        """All that is kept of entries, in the order in which `condense.Method.represent` makes it."""
+        """The buffers that hold what `condense.Method.represent` returns, in its order."""
         return tuple(getattr(self, name) for name in entry_names(settings))
 
     @property
@@ -168,7 +168,7 @@ def fields_of(settings: StepSettings, heads: int, widths: tuple[int, int], dtype
     Raises ValueError for widths that the store cannot hold.
     """
     (D, Dv), form, choice = widths, settings.entry_format, settings.choice
-    # not `torch.promote_types`, which is an operation, and buffers grow between steps that start kernels alone
+    # not `torch.promote_types`, because it is a torch operation, and growing buffers between steps should run few
     of_entry, wide = form.dtype(dtype), torch.float64 if dtype == torch.float64 else torch.float32
     C, Cv = (form.width(x, dtype.itemsize) if choice is None else 0 for x in widths)
     of_all = (
@@ -207,9 +207,9 @@ def fields_of(settings: StepSettings, heads: int, widths: tuple[int, int], dtype
 def empty_state(k: Tensor, settings: StepSettings, sizes: StateSizes) -> StepState:
     """New buffers in the dtype and on the device of the keys k, full of zeros.
 
-    Raises ValueError, no memory taken, as `fields_of`, and for a choice without room for a group, because kernels load
-    one before they know how many there are, and for a device without float64; RuntimeError where the host cannot pin
-    what a store needs.
+    Raises ValueError, before memory is taken, as `fields_of`, for a device without float64, and for a choice without
+    room for a group, because kernels load one before they know how many there are; RuntimeError where the host cannot
+    pin the memory of a store.
     """
     check_float64(k.device)
     if settings.choice is not None and sizes.entries < 1:
@@ -240,12 +240,12 @@ def _layout(settings: StepSettings, sizes: StateSizes, dtype: torch.dtype) -> _L
     return tuple((field, sizes.shape(field, settings)) for field in fields)
 
 
-# the same for all layers, in every step until their buffers grow
+# cached, because the layout is the same for all layers, in every step until their buffers grow
 _known_layout = functools.lru_cache(maxsize=4096)(_layout)
 
 
 def sizes_of(state: StepState, settings: StepSettings) -> StateSizes:
-    """The sizes of a state, or those that its buffers are to have beside the others."""
+    """The sizes of a state's buffers, or what the settings need where a buffer is too small."""
     (B, K, W, D), Dv = state.ring_k.shape, state.ring_v.shape[3]
     M, g = state.entries_k.shape[2], settings.rule.chunk
     queries, stored, sums = max(settings.num_summary, state.ring_q.shape[2]), 0, 2
@@ -256,8 +256,8 @@ def sizes_of(state: StepState, settings: StepSettings) -> StateSizes:
 
 
 def _layout_beside(state: StepState, settings: StepSettings) -> _Layout:
-    """The buffers of a state, each with the shape that it is to have beside the others."""
-    # a trace would go through the cache to what it calls, with a warning
+    """The buffers of a state, each with the shape that it must have by `sizes_of`."""
+    # not cached while tracing: torch.compile would look through the cache at the function, and warn
     find = _layout if torch.compiler.is_compiling() else _known_layout
     return find(settings, sizes_of(state, settings), state.ring_k.dtype)
 

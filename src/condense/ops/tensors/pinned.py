@@ -20,7 +20,7 @@ def pinned_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devic
         if nbytes <= _SMALL:
             zeros, address = torch.zeros(shape, dtype=dtype, device="cpu", pin_memory=True), None
         else:
-            # zeros by all threads, and then pinned: three times as fast as memory that was never touched
+            # all threads write zeros before the memory is pinned: three times as fast as pinning untouched memory
             zeros = torch.empty(shape, dtype=dtype, device="cpu").zero_()
             address = zeros.data_ptr()
             torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))

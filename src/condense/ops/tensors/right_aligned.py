@@ -28,7 +28,7 @@ def head_mean(q: Tensor, num_kv_heads: int) -> Tensor:
 
 
 def append_window(old: Tensor, new: Tensor, pads: PerRow) -> Tensor:
-    """``[B, K, N, D]``: the old columns, then the new ones without their first ``pads``, right-aligned per row."""
+    """Join old columns and new ones without their first ``pads``, right-aligned per row, to ``[B, K, N, D]``."""
     if old.shape[2] == 0:
         return new
     joined = torch.cat([old, new], dim=2)

@@ -1,4 +1,4 @@
-"""Rings of columns: that of number t of its row stands in slot ``t % W``.
+"""Rings of columns: a row's column number t stands in slot ``t % W``.
 
 Shapes: B rows, K KV heads, W slots, N columns, D width.
 """
@@ -22,7 +22,7 @@ def write_columns(ring: Tensor, start: Tensor, new: Tensor, chosen: Tensor) -> N
 
 
 def newest_numbers(last: Tensor, ring: Tensor) -> Tensor:
-    """The number of the column in each slot of a ring, ``[B, W]``, negative in empty ones; last: that of the newest."""
+    """The number of the column in each slot of a ring, ``[B, W]``, negative if empty; last: the newest one's number."""
     W = ring.shape[2]
     return last[:, None] - (last[:, None] - torch.arange(W, device=ring.device)) % W
 
@@ -51,7 +51,7 @@ def store_newest(ring: Tensor, columns: Tensor, seen: PerRow) -> None:
 
 
 def _parts(ring: Tensor, seen: int, n: int) -> list[Tensor]:
-    """The newest n columns, of which all rows have ``seen``: up to the ring's end, and from its beginning."""
+    """Views of the newest n of ``seen`` columns: the part up to the ring's end, and the part from its beginning."""
     start = (seen - n) % ring.shape[2]
     return [ring[:, :, start : start + n], ring[:, :, : max(0, start + n - ring.shape[2])]]
 

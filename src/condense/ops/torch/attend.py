@@ -23,7 +23,7 @@ from condense.ops.types import AttendOptions, soft_cap
 # With more keys per query than this, a soft cap, or biases of keys' own, blocks are computed again in the backward
 # pass, as keeping their keys, masks and scores would take too much memory.
 _MAX_KEPT = 4
-# queries per block of Recall's; the mask of a block has as many rows per query head
+# queries per block in `attend_recall`, and so rows per query head in a block's mask
 _RECALL_BLOCK = 128
 
 
@@ -44,7 +44,7 @@ class BlockKeys(NamedTuple):
 
 
 def attend(q: Tensor, sources: Sequence[Source], spans: Spans, options: AttendOptions) -> tuple[Tensor, Tensor | None]:
-    """See `condense.ops.attend`."""
+    """Attention over sources under one softmax (`condense.ops.attend`), block by block."""
     H, L = q.shape[1], q.shape[2]
     (scale, softcap, dropout_p, return_lse), window = options, sources[-1]
     K, N = window.k.shape[1], window.k.shape[2]
@@ -64,7 +64,7 @@ def attend(q: Tensor, sources: Sequence[Source], spans: Spans, options: AttendOp
         k = torch.cat([source.k[:, :, lo:hi] for source, (lo, hi) in zip(sources, hulls, strict=True)], dim=2)
         v = torch.cat([source.v[:, :, lo:hi] for source, (lo, hi) in zip(sources, hulls, strict=True)], dim=2)
         stop = start + q.shape[2]
-        # a single query sees the whole hulls, if rows are alike
+        # a single query needs no mask if all rows are alike, because it sees all keys of its hulls
         is_hull = q.shape[2] == 1 and isinstance(spans, RuleSpans) and spans.same_in_all_rows() is not None
         mask, empty = (None, None) if is_hull else _visible(spans, start, stop, hulls, q.device)
         return attend_block(q, BlockKeys(k, v, mask, empty, _bias(sources, hulls, q.device), own), options)
@@ -114,7 +114,7 @@ def _block_size(device: torch.device, ratio: int) -> int:
 
 
 def _visible(spans: Spans, start: int, stop: int, hulls: list[Hull], device: torch.device) -> tuple[Tensor, Tensor]:
-    """``mask`` over the block's hulls and ``empty``, as in `BlockKeys`: then no softmax has NaN."""
+    """``mask`` over the block's hulls and ``empty`` of `BlockKeys`, by which no softmax gives NaN."""
     block = [(lo[..., None], hi[..., None]) for lo, hi in spans.at(start, stop, device)]
     empty = torch.stack(torch.broadcast_tensors(*(lo >= hi for lo, hi in block))).all(0)
     masks = []
@@ -125,22 +125,22 @@ def _visible(spans: Spans, start: int, stop: int, hulls: list[Hull], device: tor
 
 
 def attend_block(q: Tensor, keys: BlockKeys, options: AttendOptions) -> tuple[Tensor, Tensor]:
-    """Output ``[B, H, L, Dv]`` of one block of queries ``[B, H, L, D]``.
+    """Output ``[B, H, L, Dv]`` and log-sum-exp ``[B, H, L]`` of one block of queries ``[B, H, L, D]``.
 
-    Then log-sum-exp ``[B, H, L]`` if asked for, else an empty tensor.
+    The log-sum-exp is an empty tensor if it was not asked for.
     """
     (k, v, mask, empty, bias, own), (scale, softcap, dropout_p, return_lse) = keys, options
     B, H, L, _ = q.shape
     K, S = k.shape[1], k.shape[2]
     wide = torch.promote_types(q.dtype, torch.float32)
     if S == 0:
-        # the graph stays connected, so that every input has a gradient
+        # sums of k and v keep the autograd graph connected, so that every input has a gradient
         nothing = q[..., :1].masked_fill(q.new_ones(1, dtype=torch.bool), 0.0) + k.sum() + v.sum()
         return nothing.expand(B, H, L, v.shape[-1]), torch.full((B, H, L), float("-inf"), dtype=wide, device=q.device)
     # heads that share a KV head become rows of one call, so that each key is read once for all of them
     rows = q.unflatten(1, (K, H // K)).flatten(2, 3)
-    # PyTorch's fused attention has no soft cap, and takes biases in q's dtype only: to round them well in 16 bits takes
-    # a constant from all of them, which those of later tokens must not move
+    # PyTorch's fused attention has no soft cap, and takes biases in q's dtype only. In 16 bits `_key_offsets` subtracts
+    # the largest bias from all: if biases depend on tokens, a later token's would change what earlier queries compute
     apart = softcap > 0 or (own and q.dtype.itemsize < 4)
     attn_mask = None
     if not apart and bias is not None and bias.shape[-1] > 0:
@@ -179,7 +179,7 @@ def _scores(rows: Tensor, k: Tensor, bias: Tensor | None, mask: Tensor | None, s
 
 
 def _key_offsets(bias: Tensor, S: int, dtype: torch.dtype) -> Tensor:
-    """Bias of the entries ``[B|1, K|1, M]`` as additive mask ``[B|1, K|1, S]`` of all keys in ``dtype``.
+    """Additive mask ``[B|1, K|1, S]`` of all keys in ``dtype`` from the bias ``[B|1, K|1, M]`` of the first M keys.
 
     Fused attention takes the mask in the dtype of q, and rounding ln(16) to bfloat16 changes a weight by 0.7 percent.
     A constant added to all scores does not change a softmax, so the largest bias, rounded to ``dtype``, is subtracted
@@ -195,7 +195,7 @@ def _key_offsets(bias: Tensor, S: int, dtype: torch.dtype) -> Tensor:
 def attend_recall(
     q: Tensor, sources: RecallSources, choice: IndexChoice, options: AttendOptions, means: GroupMeans | None
 ) -> tuple[Tensor, Tensor | None]:
-    """See `condense.ops.attend_recall`."""
+    """Attention to open groups, the window and one token for the rest (`condense.ops.attend_recall`), by blocks."""
     (store, window, spans), L, g = sources, q.shape[2], sources.group_size
     blocks = [(start, min(start + _RECALL_BLOCK, L)) for start in range(0, L, _RECALL_BLOCK)]
 
@@ -227,6 +227,6 @@ def attend_recall(
 
 
 def group_tokens(x: Tensor, numbers: Tensor, g: int) -> Tensor:
-    """The tokens ``[B, K, r * g, width]`` of groups by number ``[B, K|1, r]``, from x ``[B, K, N, width]``."""
+    """The tokens ``[B, K, r * g, width]`` of the groups with these numbers ``[B, K|1, r]``; x ``[B, K, N, width]``."""
     columns = (numbers[..., None] * g + torch.arange(g, device=numbers.device)).flatten(2)[..., None]
     return x.gather(2, columns.expand(-1, x.shape[1], -1, x.shape[3]))

@@ -1,4 +1,4 @@
-"""The `torch` backend of summaries, pooling, stores and what tokens weigh; any device, the first two differentiable.
+"""The `torch` backend of summaries, pooling, stores and tokens' weights; any device, the first two differentiable.
 
 Shapes: B rows, H query heads, K KV heads, L new queries, Q mean queries kept from earlier calls, D width,
 G spans of S queries or groups of c tokens.
@@ -16,12 +16,12 @@ from condense.ops.tensors.right_aligned import head_mean
 from condense.ops.tensors.sampling import Sample
 from condense.ops.types import SummaryColumns, SummarySpans, soft_cap
 
-# scores that are computed at a time, over all rows, heads and keys
+# most scores that are computed at a time, over all rows, heads and keys
 _BLOCK = 1 << 24
 
 
 def summarize(q: Tensor, tail: Tensor, spans: SummarySpans | SummaryColumns) -> Tensor:
-    """See `condense.ops.summarize`."""
+    """Summary queries of all spans (`condense.ops.summarize`)."""
     if isinstance(spans, SummaryColumns):
         return _of_columns(head_mean(q, tail.shape[1]), spans)
     K, Q, L = tail.shape[1], tail.shape[2], q.shape[2]
@@ -85,14 +85,14 @@ def _ragged(q: Tensor, tail: Tensor, spans: SummarySpans) -> Tensor:
 
 
 def group_scores(summary: Tensor, k: Tensor, *, scale: float) -> Tensor:
-    """See `condense.ops.group_scores`."""
+    """Scores of the tokens of every group (`condense.ops.group_scores`)."""
     wide = torch.promote_types(k.dtype, torch.float32)
     # not a matrix product: it may sum keys of one group in different orders, and equal keys must get equal scores
     return (k.to(wide) * summary.to(wide)[..., None, :]).sum(-1) * scale
 
 
 def pool(x: Tensor, scores: Tensor, *, how: str) -> Tensor:
-    """See `condense.ops.pool`."""
+    """Groups pooled to one vector each (`condense.ops.pool`)."""
     if how == "weighted":
         return (scores.softmax(-1)[..., None, :] @ x.to(scores.dtype))[..., 0, :].to(x.dtype)
     if how == "mean":
@@ -104,7 +104,7 @@ def pool(x: Tensor, scores: Tensor, *, how: str) -> Tensor:
 
 
 def importance(q: Tensor, k: Tensor, sample: Sample, *, scale: float) -> Tensor:
-    """See `condense.ops.importance`. Blocks of sampled queries against all keys, so memory is linear in L."""
+    """Attention that tokens get from sampled queries (`condense.ops.importance`), by blocks: memory is linear in L."""
     (B, H, L, D), K = q.shape, k.shape[1]
     wide = torch.promote_types(q.dtype, torch.float32)
     keys = k.to(wide).mT
@@ -122,7 +122,7 @@ def importance(q: Tensor, k: Tensor, sample: Sample, *, scale: float) -> Tensor:
 
 
 def largest_weights(q: Tensor, k: Tensor, lse: Tensor, *, scale: float, softcap: float) -> Tensor:
-    """See `condense.ops.largest_weights`. Blocks of queries against all keys."""
+    """Largest weight that a query gives each key (`condense.ops.largest_weights`), by blocks of queries."""
     (B, H), (K, N) = q.shape[:2], k.shape[1:3]
     wide = torch.promote_types(q.dtype, torch.float32)
     keys = k.to(wide).mT
@@ -135,7 +135,7 @@ def largest_weights(q: Tensor, k: Tensor, lse: Tensor, *, scale: float, softcap:
 
 
 def store_groups(form: StoreFormat, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """See `condense.ops.backends.Operations`."""
+    """Index (signs and steps) and packed rows of groups; shapes in `condense.ops.backends.Operations`."""
     index, rest = split_keys(k)
     return *index, form.pack(k, v, rest)
 
@@ -144,7 +144,7 @@ def unpack_store(
     form: StoreFormat, pieces: Tensor, index: GroupIndex, widths: tuple[int, int], dtype: torch.dtype,
     places: Places | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """See `condense.ops.unpack_store`."""
+    """Keys and values of stored groups, decoded (`condense.ops.unpack_store`)."""
     if places is not None:
         pieces = copied(pieces, places)
     return form.unpack(pieces.unflatten(3, (form.group_size, -1)).flatten(2, 3), *widths, dtype, index)

@@ -45,7 +45,7 @@ def step(call: StepCall, represent: Callable[..., tuple[Tensor, ...]]) -> Tensor
 
 
 def _close(call: StepCall, t: Tensor, seen: Tensor, represent: Callable[..., tuple[Tensor, ...]]) -> None:
-    """Make what is kept of each row's next chunk, and store it in the rows where the chunk is due."""
+    """Make the entries, index and stored tokens of each row's next chunk, and write them where the chunk is due."""
     state, settings = call.state, call.settings
     rule, delay, c = settings.rule, settings.summary_delay, settings.rule.chunk
     chunk = rule.pooled(t, delay)
@@ -62,13 +62,13 @@ def _close(call: StepCall, t: Tensor, seen: Tensor, represent: Callable[..., tup
     k, v = (read_columns(ring, chunk * c, c) for ring in (state.ring_k, state.ring_v))
     kept = represent(Chunks(k, v, 0, 1, c, chunk[:, None]), summary, scale=call.scale, backend="torch")
     for buffer, made in zip(buffers, packed(kept, settings), strict=True):
-        # a chunk's tokens have as many columns in the store as it has tokens, one entry each in the others
-        # biases of a method of one's own may be wider than the buffer
+        # the store has a column for each token of a chunk, the other buffers one for each entry
+        # a user's method may return biases in a wider dtype than the buffer's
         write_columns(buffer, chunk * c if buffer is state.store else first, made.to(buffer.dtype), due)
 
 
 def _merge(state: StepState, t: Tensor, seen: Tensor, rule: CoarseRule) -> None:
-    """Make each row's next coarse entry of fine ones, all of which are older than this step's."""
+    """Merge fine entries, all made before this step, into each row's next coarse entry, where it is due."""
     if state.entries_k.shape[2] == 0:
         return
     number, n = rule.made(t), rule.coarse.chunks
@@ -79,7 +79,7 @@ def _merge(state: StepState, t: Tensor, seen: Tensor, rule: CoarseRule) -> None:
 
 
 def _add_to_sums(state: StepState, seen: Tensor, alive: Tensor, g: int) -> None:
-    """Write the sum of the values of all whole groups where the new token is the last of one."""
+    """Write the sum of the values of all whole groups, in rows whose new token completes a group."""
     count = seen // g
     before = read_columns(state.sums, count - 1, 1)
     new = read_columns(state.ring_v if state.ring_v.shape[3] > 0 else state.ring_k, (count - 1) * g, g)
@@ -116,11 +116,11 @@ def attend(call: StepCall, seen: Tensor, alive: Tensor) -> tuple[Tensor, Tensor]
     closed, choice = settings.rule.closed(seen), settings.choice
     position = newest_numbers(seen - 1, state.ring_k)
     near = ((position >= closed[:, None] * c) & (position >= 0))[:, None]
-    # what each row sees of the far keys, bool ``[B, K|1, n]``
+    # the far keys (entries, or tokens of open groups), and a mask of those that each row sees, bool ``[B, K|1, n]``
     if choice is None:
         form, p = settings.entry_format, settings.rule.entries
         far_k, far_v = form.unpack(state.entries_k, D, q.dtype), form.unpack(state.entries_v, Dv, q.dtype)
-        # first entries, and those of closed chunks that did fit into the buffer
+        # first entries, then those of closed chunks as far as the buffer had room for them
         of_first = state.first[:, 0] if settings.has_first else torch.zeros_like(closed)
         visible = settings.rule.visible_entries(closed)
         if settings.coarse_rule is not None:
@@ -165,7 +165,7 @@ def attend(call: StepCall, seen: Tensor, alive: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _entry_bias(state: StepState, settings: StepSettings) -> Tensor | float | None:
-    """Biases of the entries, with coarse ones of the fine entries; as in `condense.ops.Source`."""
+    """Biases of the entries, or of the fine ones if there are coarse entries; as in `condense.ops.Source`."""
     if settings.matched:
         return state.biases[..., 0]
     first = (state.first[:, :1], state.first[:, 1:]) if settings.has_first else None
@@ -177,7 +177,7 @@ def _choose(call: StepCall, closed: Tensor) -> tuple[Tensor, Tensor]:
     (q, *_), state, choice = call.token, call.state, call.settings.choice
     assert choice is not None
     M, K = state.entries_k.shape[2], state.ring_k.shape[1]
-    if choice.quota.at(M) == M:  # all are open, each in the place of its number
+    if choice.quota.at(M) == M:  # all closed groups are open: group j stands in column j
         group = torch.arange(M, device=q.device)
         chosen = (group < closed[:, None])[:, None].expand(-1, K, -1)
         return torch.where(chosen, group, M), chosen
