@@ -35,10 +35,11 @@ class Context(NamedTuple):
     """The sources that queries attend to, and their spans.
 
     sources: the condensed entries first, the window last; spans: one per source. extra: the method's own tensors, which
-    its `Method.represent` made for its `Method.attend`; empty until the first chunk has closed. means: the values of
-    what `condense.Recall` does not open, of latents whole keys; None in other methods. is_latent: the tokens are
-    latents (MLA), which ``extra`` holds. projection: their up-projections, if the sources are keys and values of heads,
-    made from them. Else None. ranks: the processes over which their heads are spread, None for one.
+    its `Method.represent` made for its `Method.attend`; empty until the first chunk has closed. means: means of values
+    (with latents, of whole keys), which stand for groups that `condense.Recall` does not open; None in other methods.
+    is_latent: the tokens are latents (MLA), and ``extra`` holds latents. projection: the up-projections of latents, if
+    the sources are keys and values that were expanded from them; else None. ranks: the processes over which heads of
+    latents are spread, None for one process.
     """
 
     sources: tuple[Source, ...]
@@ -63,8 +64,8 @@ class Context(NamedTuple):
 class Prompt(NamedTuple):
     """A prompt that a method has read at once: the context of the prompt's queries, and the entries for later tokens.
 
-    first: how many entries stand for the prompt from then on. kept: returns their keys and values, and tensors of the
-    method's own, as `Method.represent` does, detached and left-aligned per row.
+    first: how many entries stand for the prompt from then on. kept: returns the keys and values of these entries, and
+    tensors of the method's own, as `Method.represent` does, detached and left-aligned per row.
     """
 
     context: Context
@@ -79,7 +80,7 @@ class PromptPlan(Protocol):
         """Real tokens per row, int64 CPU ``[B]``."""
 
     def sample(self, num_rows: int, num_recent: int, num_random: int, seed: int, device: torch.device) -> Sample:
-        """See `condense.ops.tensors.sampling.sample_queries`."""
+        """Queries sampled from the prompt, by `condense.ops.tensors.sampling.sample_queries`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,10 +88,10 @@ class Method:
     """Base of all methods, which may override `layout`, `represent`, `attend` and `for_latents`; `read` and
     `num_entries` if it `reads_prompt`.
 
-    Its fields are settings: ValueError, as `condense.config.check_fields`, for one that is not what its type says. A
-    subclass with a ``name`` is saved and loaded by it.
-    One with an own `attend` says in `check_attention` and `check_context` what that refuses, in `check_gradients` if it
-    cannot be trained.
+    Its fields are settings; a value that its field's type does not allow raises ValueError (`condense.config`). A
+    subclass with a ``name`` is saved and loaded by that name.
+    A subclass with its own `attend` also overrides `check_attention` and `check_context` if this refuses arguments, and
+    `check_gradients` if it cannot be trained.
     """
 
     name: ClassVar[str] = ""
@@ -153,20 +154,21 @@ class Method:
 
     @property
     def reread(self) -> Reread | None:
-        """The second reading of a prompt, by which some of its tokens stay; None: all do, and it is read once."""
+        """The second reading of prompts, which decides the tokens that stay; None: all stay after one reading."""
         return None
 
     @property
     def as_steps(self) -> Method:
-        """The method that reads several tokens at once as this one's steps read each; itself if this one does so.
+        """The method that reads a prompt as this one's decode steps read single tokens; itself if both are the same.
 
         With it one forward measures what decoding token by token loses.
         """
         return self
 
     def of_layer(self, *, is_first: bool, has_latents: bool) -> Method:
-        """The method of a layer, where this one is given for all: of the first one that has far attention, and of those
-        that cache latents (MLA). So errors that a layer raises name the class, and no settings that nobody gave.
+        """The method of one layer if this one is given for a whole model. is_first: the first layer that can be
+        condensed. has_latents: a layer that caches latents (MLA). Errors of a layer name the class of its method alone,
+        because its settings may not be those that the user gave.
         """
         return self
 
@@ -208,9 +210,9 @@ class Method:
         """Raise ValueError if `attend` does not support these arguments; models ask before they store any token."""
 
     def check_context(self, q: Tensor, context: Context) -> None:
-        """Raise ValueError for gradients that `attend` has not, of queries ``[B, H, L, D]`` or of what they attend to.
+        """Raise ValueError if `attend` has no gradients of queries ``[B, H, L, D]`` and of what they attend to.
 
-        It is asked where any of them requires one; no token is kept then.
+        Called if one of these requires a gradient, before any token is kept.
         """
 
     def check_gradients(self) -> None:
@@ -257,7 +259,7 @@ def check_trainable(method: Method) -> None:
     lookahead = method.layout.lookahead
     if lookahead is not None and not lookahead.permitted:
         instead = lookahead.causal_setting + ("" if lookahead.permitted is None else " or pass allow_future=True")
-        name = str(method).partition("(")[0]  # on latents that of the method which was given, as it writes itself so
+        name = str(method).partition("(")[0]  # a method made for latents prints as the one that the user gave
         raise ValueError(
             f"{name} lets tokens depend on later ones, so it is for inference under torch.no_grad(); train with "
             f"{instead}"
@@ -267,7 +269,7 @@ def check_trainable(method: Method) -> None:
 def split_bias(
     method: Method, entries: tuple[Tensor, ...], first: FirstEntries = NO_FIRST
 ) -> tuple[Tensor | float | None, tuple[Tensor, ...]]:
-    """The bias of all entries, as in `condense.ops.Source`, and the method's own tensors without matched biases.
+    """The bias of all entries, as in `condense.ops.Source`, and the method's own tensors except for matched biases.
 
     entries, first: as in `condense.state.LayerState`.
     """

@@ -146,9 +146,9 @@ class DGA(Method):
     def read(self, q: Tensor, k: Tensor, v: Tensor, plan: PromptPlan, *, scale: float, backend: str) -> Prompt:
         """The paper's prefill (Algorithms 1 and 2): rank all tokens, keep the highest, group the others.
 
-        Entries: both, in order of their last token. Window: the grouped tokens. Query t sees the entries whose last
-        token is at or before t, and those tokens of the window that are at or before t and in a group that is not
-        complete at t. So it sees each token up to t once; if not ``complementary``, at most its own of the window.
+        Entries: focal tokens and groups, in order of their last token. Window: the grouped tokens. Query t sees the
+        entries whose last token is at or before t, and the tokens of the window that are at or before t and in a group
+        not complete at t: each token up to t once. If not ``complementary``, it sees no token of the window but t.
         """
         (B, K, L, _), g = k.shape, self.group_size
         tokens = plan.tokens(B)
@@ -156,7 +156,7 @@ class DGA(Method):
         assert isinstance(num_focal, Tensor)
         if torch.equal(num_focal, tokens):
             return exact_prompt(k, v, tokens)
-        if self.focal == "random":  # by position and seed alone
+        if self.focal == "random":  # drawn from position and seed alone
             starts = (tokens - L).to(k.device, non_blocking=True)
             scores = scramble(torch.arange(L, device=k.device) + starts[:, None], self.seed)[:, None]
         else:
@@ -190,7 +190,7 @@ class DGA(Method):
         bias = is_group.double() * math.log(g) if self.rep_bias == "log_size" else None
 
         def kept() -> tuple[Tensor, Tensor]:
-            # Later queries see all of these entries, so their order is free: focal tokens first, so that a number is
+            # Later queries see all of these entries, so their order is free: with focal tokens first, their number is
             # enough to tell them from groups (`condense.methods.FirstEntries`).
             past_end = torch.arange(is_group.shape[2], device=k.device) >= broadcast_rows(num_entries, 3, k.device)
             order = is_group.to(torch.int8).masked_fill(past_end, 2).argsort(stable=True)
@@ -208,7 +208,7 @@ class DGA(Method):
 def _mean_queries(q: Tensor, columns: Tensor, num_groups: Tensor) -> Tensor:
     """Summary queries ``[B, K, G, D]`` in the dtype of q: the query in ``columns`` ``[B, K, G]``, averaged over heads.
 
-    num_groups: groups of each row, int64 CPU ``[B]``. Others of G get 0: their column may be padding, and NaN.
+    num_groups: groups of each row, int64 CPU ``[B]``. Groups beyond get 0: their column may be padding, and NaN.
     """
     K, G = columns.shape[1:]
     queries = take(q.unflatten(1, (K, -1)), columns[:, :, None].expand(-1, -1, q.shape[1] // K, -1))

@@ -100,11 +100,11 @@ class LatentGroups(Method):
     latent_width: int
 
     def __post_init__(self) -> None:
-        """Check nothing: compiled forwards make such methods."""
+        """Check no settings: compiled forwards make such methods, and torch.compile cannot trace the checks."""
 
     @property
     def layout(self) -> Layout:
-        """As for ordinary keys."""
+        """The layout of ``groups``, as for ordinary keys."""
         return self.groups.layout
 
     def represent(self, chunks: Chunks, summary: Tensor | None, *, scale: float, backend: str) -> tuple[Tensor, ...]:

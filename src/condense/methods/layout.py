@@ -27,7 +27,7 @@ class ChunkPooling(NamedTuple):
     num_focal: int = 0
 
 
-# means of keys and of values: of a chunk of one token that token
+# means of keys and of values; the mean of a chunk of one token is this token
 MEANS = ChunkPooling("mean", "mean")
 
 
@@ -46,8 +46,8 @@ class Lookahead(NamedTuple):
 class FirstEntries(NamedTuple):
     """Entries that stand before those of a row's chunk 0, and that all later queries see; chunks make none of them.
 
-    num: their number. single: how many of these, which come first, stand for a single token each and have no bias;
-    the others have that of a chunk's last entry. Both are an int where the rows agree, else int64 CPU ``[B]``.
+    num: their number. single: how many of them, at the beginning, stand for a single token each and have no bias; the
+    others have the bias of a chunk's last entry. Both are an int where the rows agree, else int64 CPU ``[B]``.
     """
 
     num: PerRow = 0
@@ -55,7 +55,7 @@ class FirstEntries(NamedTuple):
 
     @classmethod
     def of(cls, num: Tensor, single: Tensor) -> Self:
-        """As many as the int64 CPU ``[B]`` say for each row."""
+        """First entries from their numbers per row, int64 CPU ``[B]``, which become ints where all rows agree."""
         return cls(int_if_equal(num), int_if_equal(single))
 
     @property
@@ -76,9 +76,9 @@ class Layout:
     ``summary_delay`` tokens after the chunk's last; 0: none needed. pooling: how kernels make the entries; None if only
     `condense.Method.represent` can. bias: numbers added to the scaled scores of a chunk's p entries; empty for none.
     matched: each entry has a bias of its own, which ``represent`` returns. entry_bits: 16, or 8 or 4 for entries that
-    are rounded when they are made, which ``represent`` leaves to its callers. choice: the closed groups whose tokens
-    queries see, which are stored; None if no token of a closed chunk is kept. lookahead: None for a causal method.
-    coarse: of what old entries are merged into; None if all entries are kept.
+    are rounded when they are made, which ``represent`` leaves to its callers. choice: how queries choose the closed
+    groups whose tokens they see, which a store keeps; None if no token of a closed chunk is kept. lookahead: None for a
+    causal method. coarse: the coarse entries that old entries are merged into; None if all entries are kept.
     """
 
     rule: UniformRule
@@ -99,7 +99,7 @@ class Layout:
 
     @property
     def made(self) -> tuple[UniformRule, int]:
-        """The rule of the entries that are kept for good, and the tokens that follow a chunk's last one till then."""
+        """The rule of the entries that stay for good, and how many tokens after a chunk's last one they are made."""
         return (self.rule, self.summary_delay) if self.coarse_rule is None else self.coarse_rule.made_by
 
 

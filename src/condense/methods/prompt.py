@@ -1,6 +1,6 @@
 """Methods that read a whole prompt at once, and the entries that are kept of it: all its tokens, or chosen ones.
 
-Shapes: B rows, K KV heads, L tokens, D and Dv widths. Rows are right-aligned: row b has its last ``tokens[b]`` columns.
+Shapes: B rows, K KV heads, L tokens, D and Dv widths. Rows are right-aligned: row b is its last ``tokens[b]`` columns.
 """
 
 from dataclasses import dataclass
@@ -37,11 +37,11 @@ class PromptMethod(Method):
         return True
 
     def read(self, q: Tensor, k: Tensor, v: Tensor, plan: PromptPlan, *, scale: float, backend: str) -> Prompt:
-        """Dense attention; all tokens are kept."""
+        """Read the prompt with dense attention, and keep all its tokens."""
         return exact_prompt(k, v, plan.tokens(k.shape[0]))
 
     def num_entries(self, tokens: PerRow) -> PerRow:
-        """All tokens stay."""
+        """The number of entries that stay of a prompt: one for each of its tokens."""
         return tokens
 
 

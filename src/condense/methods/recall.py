@@ -37,20 +37,19 @@ class Recall(Method):
     given for all layers of a model, its first layer opens all groups and those that cache latents twice as many
     (`of_layer`).
 
-    A query's score of a group is the largest that an index estimates of its tokens' scores. The index holds a centre of
-    the group's keys after a fixed rotation, in 4 bits per number, and of each key the signs of what it differs by and a
-    step (`condense.ops.recall.index`).
+    A group's score for a query is the largest of its tokens' scores, which are estimated from an index. The index holds
+    the centre of the group's keys after a fixed rotation, in 4 bits per number, and for each key the signs of its
+    difference from the centre and a step (`condense.ops.recall.index`).
 
     unchosen: what queries see of groups that are not open: "mean", that one token, or "drop", nothing (as in Quest).
     Gradients flow through the token's value, not through its weight.
 
-    prompt: "recall", or "exact": calls of several tokens (prompts, their pieces, later turns) are read with dense
-    attention, single tokens with Recall. Then a prompt loses only what ``store_bits`` rounds and takes as long as with
-    dense attention; prompt and decode are not the same function: not for training, nor for tokens that are proposed.
-    "shared": in such a call, one query chooses for all up to where two more groups have closed, by half of
-    ``min_recall``; the last 64 choose for themselves. Not for training either. Given for all layers of a model, those
-    that cache latents are read as with "exact".
-    `as_steps` is the method that reads several tokens as the steps do.
+    prompt: how a call reads several tokens (a prompt, a piece of one, a later turn). "recall": as it reads single ones.
+    "exact": with dense attention, so a prompt loses only what ``store_bits`` rounds and takes as long as with dense
+    attention. "shared": one query chooses for all that follow until two more groups have closed, by half of
+    ``min_recall``; the last 64 choose for themselves. Given for all layers of a model, it means "exact" in layers that
+    cache latents. With "exact" and "shared" prompts and decode steps are not the same function: not for training, nor
+    for assisted decoding. `as_steps` is the method that reads several tokens as steps do.
 
     store: where caches keep the exact tokens of closed groups: "device", or "host", in pinned host memory. slots: for
     "host", how many groups per KV head and row that were open lately are kept on the device too, >= 0; a cache with
@@ -86,7 +85,7 @@ class Recall(Method):
                 "num_recall must be an integer >= 2, or a share of the groups above 0 and at most 1.0 (all), got "
                 f"{self.num_recall!r}"
             )
-        _ = self._choice  # cached for torch.compile
+        _ = self._choice  # cached now, for torch.compile
 
     @property
     def layout(self) -> Layout:
@@ -145,7 +144,7 @@ class Recall(Method):
         return type(self).attend is Recall.attend
 
     def represent(self, chunks: Chunks, summary: Tensor | None, *, scale: float, backend: str) -> tuple[Tensor, ...]:
-        """Keys and values of width 0; the index of G groups, ``signs`` and ``steps``; tokens by `StoreFormat.pack`."""
+        """Entries of width 0, the index of G groups (``signs``, ``steps``), and tokens packed by `StoreFormat.pack`."""
         return keep_groups(chunks, self.store_format, backend=backend)
 
     def check_attention(self, *, scale: float, dropout_p: float, extras: Extras = NO_EXTRAS) -> None:
@@ -157,7 +156,7 @@ class Recall(Method):
             raise ValueError(f"scale must be > 0 for Recall, whose index ranks groups by their scores, got {scale}")
 
     def check_context(self, q: Tensor, context: Context) -> None:
-        """As `condense.Method.check_context`: nothing is refused before there are groups to choose from."""
+        """Raise ValueError for gradients as `check_gradients`, once there are groups to choose from."""
         if context.extra and (self.store_bits < 16 or (self.prompt != "recall" and q.shape[2] > 1)):
             self.check_gradients()
 
@@ -197,14 +196,14 @@ class Recall(Method):
         return attend_recall(q, sources, choice, means=means, **options)
 
     def _asked_and_tokens(self, q: Tensor, context: Context, backend: str) -> tuple[Tensor, Source]:
-        """The queries that score the index, and the tokens in the store; of latents, absorbed and expanded."""
+        """The queries that score the index, and the stored tokens (with latents: absorbed queries, expanded tokens)."""
         (*index, store), projection, (window_k, window_v, _) = context.extra, context.projection, context.window
         asked, D, Dv = q.detach(), window_k.shape[3], window_v.shape[3]
         if projection is not None:
             with torch.no_grad():
                 asked = projection.absorb(q)
             D = asked.shape[3]
-        # latents are stored as keys without values, which are the first columns of their keys
+        # latents are stored as keys alone, because their values are the first columns of these
         widths, pieces = (D, 0 if context.is_latent else Dv), store.unflatten(2, (-1, self.group_size)).flatten(3)
         k, v = unpack_store(self.store_format, pieces, GroupIndex(*index), widths, q.dtype, backend=backend)
         if projection is not None:

@@ -48,11 +48,11 @@ class Reread(PromptMethod):
         return self
 
     def num_kept(self, tokens: int) -> int:
-        """Tokens that a layer keeps of a prompt of ``tokens``, on the mean over the layers."""
+        """Number of tokens that a layer keeps of a prompt of ``tokens`` tokens, on average over the layers."""
         return max(min(tokens, self.sink + self.window), math.ceil(Fraction(str(self.share)) * tokens))
 
     def num_pairs(self, tokens: int) -> int:
-        """Keys that the queries of the second reading see, summed over them; 0 if all tokens stay."""
+        """Number of keys that queries of the second reading see, summed over these queries; 0 if all tokens stay."""
         if self.num_kept(tokens) == tokens:
             return 0
         pieces = ((start, min(self.piece, tokens - start)) for start in range(0, tokens, self.piece))
@@ -62,8 +62,8 @@ class Reread(PromptMethod):
         """The tokens that stay, bool ``[B, K, L]`` for each layer, and their number for each head, int64 ``[N, B]``.
 
         scores: >= 0, ``[B, K, L]`` for each layer, of rows whose first ``tokens`` (int64 CPU ``[B]``) columns are real.
-        A place in a layer's ranking, the same in each of its heads, is worth the mean of the scores there; the best
-        ``N * num_kept`` places of all layers are filled. Ties go to the lower layer and the earlier token.
+        Each head of a layer ranks its tokens. Place i of a layer is worth the mean, over heads, of the i-th best score;
+        the best ``N * num_kept`` places of all layers stay. Ties go to the lower layer and the earlier token.
         """
         device, L = scores[0].device, scores[0].shape[2]
         column, ends = torch.arange(L, device="cpu"), tokens[:, None]
@@ -89,5 +89,5 @@ class Reread(PromptMethod):
         return kept, counts
 
     def num_entries(self, tokens: PerRow) -> PerRow:
-        """Tokens that stay in the end, on the mean over the layers."""
+        """Number of tokens that stay in the end, on average over the layers."""
         return map_rows(self.num_kept, tokens)

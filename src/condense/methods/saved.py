@@ -11,7 +11,7 @@ from condense.version import __version__
 
 
 def settings_of(assignment: Mapping[int, Method]) -> dict[str, Any]:
-    """``config.condense``: each method once, with its layers, in JSON types."""
+    """The value of ``config.condense``: each method once, with its layers, in JSON types."""
     return {
         "methods": [
             {"method": method.to_dict(), "layers": [i for i in sorted(assignment) if assignment[i] == method]}
@@ -36,7 +36,7 @@ def methods_in(settings: Any, where: str = "config.condense") -> dict[int, Metho
     """The method of each layer, from ``config.condense`` or the content of a file; ``where`` names it in errors.
 
     Raises ValueError for settings of another form than `settings_of` makes, for layers that are not a list of integers
-    >= 0, for a layer that is named twice, and if none is named; the message names another version that wrote them.
+    >= 0, for a layer that is named twice, and if none is named; the message says if another version wrote them.
     """
     methods: dict[int, Method] = {}
     try:
