@@ -42,7 +42,7 @@ class ReadRequest(NamedTuple):
 
 
 def refuse_others(rows: int, dtype: torch.dtype, k: Tensor) -> None:
-    """Raise ValueError for new tokens, k ``[B, K, L, D]``, in other rows or another dtype than those of a layer."""
+    """Raise ValueError unless new tokens, k ``[B, K, L, D]``, have the rows and dtype of those that a layer holds."""
     if k.shape[0] != rows:
         raise ValueError(
             f"condensed cache: wanted {rows} rows, for which it was made, got {k.shape[0]}; make a new cache for "
@@ -66,7 +66,7 @@ class CondensedCacheLayer(CacheLayerMixin):
     """Base of condensed cache layers: each holds the state of one attention layer under ``method``.
 
     prompt: the state of a prompt that waits for its second reading (`condense.Method.reread`), None otherwise. dropped:
-    how many tokens fewer than slots the longest row kept of it. latent_width: of the latents in keys, as in
+    slots of that prompt, less the tokens that its longest row kept. latent_width: width of the latents in keys, as in
     `condense.Method.for_latents`; 0 for ordinary keys and values.
     """
 
@@ -106,7 +106,7 @@ class CondensedCacheLayer(CacheLayerMixin):
         """Drop all tokens of ``prompt`` but those where kept, bool ``[B, K, L]``, is True; counts int64 CPU ``[B]``."""
         assert self.prompt is not None
         self._hold(None, keep_tokens(self._method_of_tokens, self.prompt, kept, counts))
-        # only now: a layer that failed still waits, and takes no further tokens
+        # set last: a layer that failed above still waits, and takes no further tokens
         self.prompt, self.dropped = None, self.count_slots() - max_row(counts)
 
     @property
@@ -115,16 +115,16 @@ class CondensedCacheLayer(CacheLayerMixin):
 
     @abstractmethod
     def _before(self, k: Tensor, v: Tensor) -> LayerState | None:
-        """The state to which new tokens k and v are added, None if they are the first; errors as of `read`."""
+        """The state to which new tokens k and v are added, None if they are the first; raises errors of `read`."""
 
     @abstractmethod
     def _hold(self, before: LayerState | None, after: LayerState) -> None:
-        """Keep the state ``after``, made of ``before`` by the newest call; None: of nothing."""
+        """Keep the state ``after``, which the newest call made from ``before``; None if that call was the first."""
 
     def fetch(self) -> bool:
         """Begin to copy stored tokens to the device for the next `read`; False for a layer without a store.
 
-        They are as many as rows without padding would have stored.
+        As many are copied as rows without padding have stored.
         """
         has_store = self.store.settings.choice is not None
         if has_store and self.buffers is not None:
@@ -142,11 +142,11 @@ class CondensedCacheLayer(CacheLayerMixin):
 
     @abstractmethod
     def count_tokens(self) -> PerRow:
-        """Real tokens per row, of a prompt that was chosen from those that stay; may wait for the device."""
+        """Real tokens per row, without those that a second reading dropped; may wait for the device."""
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of a store for host memory, which on a CPU is the same memory; 0 without one."""
+        """Bytes of a store that was asked for in host memory, also beside tensors on a CPU; 0 without one."""
         return self.buffers.store.nbytes if self.buffers is not None and self.store.on_host else 0
 
     @abstractmethod
@@ -168,15 +168,15 @@ class CondensedCacheLayer(CacheLayerMixin):
     keys = values = property(_refuse_tensors, lambda self, value: None)
 
     def get_max_cache_shape(self) -> int:
-        """``get_max_length``, by its name up to transformers 5.17."""
+        """The same as ``get_max_length``, under its name up to transformers 5.17."""
         return int(self.get_max_length())
 
 
 class Expected(Enum):
     """The tokens that a static layer gets next."""
 
-    FIRST_ENTRIES = auto()  # tokens of which first entries are made: by `read`, even of a single one
-    PLAIN_PROMPT = auto()  # its first tokens, none of them padding: a compiled forward can read them as one graph
+    FIRST_ENTRIES = auto()  # tokens that become first entries: `read` takes them, even a single one
+    PLAIN_PROMPT = auto()  # first tokens, none of them padding: a compiled forward can read them as one graph
     ANY = auto()
 
 

@@ -15,14 +15,14 @@ from condense.ops.tensors.right_aligned import newest
 from condense.ops.tensors.ring import newest_columns, store_newest
 from condense.state import LayerState, num_entries
 
-# sizes of buffers are multiples of this where Triton compiles kernels anew for those that 16 does not divide
+# sizes of growing buffers are multiples of this, as Triton compiles kernels anew for sizes that 16 does not divide
 BLOCK = 16
 
 
 def room_of(method: Method, entries: int, tokens: int) -> tuple[int, int]:
-    """Columns for the entries, and of a ring for as many of the last ``tokens`` tokens as the method's window holds.
+    """Columns for ``entries`` entries, and for the ring, which holds as many of ``tokens`` tokens as the method needs.
 
-    Where groups are chosen there is room for whole blocks of them, at least one: see `condense.ops.step.empty_state`.
+    A method that chooses groups gets whole blocks of entries, at least one: see `condense.ops.step.empty_state`.
     """
     layout, rule = method.layout, method.layout.rule
     N = max(1, tokens) if rule.window is None else min(max(1, tokens), rule.window + rule.chunk)
@@ -35,9 +35,9 @@ def whole_blocks(slots: int) -> int:
 
 
 class Buffered:
-    """Mixin for what keeps a layer's state in ``buffers``: reads and writes it.
+    """Mixin for classes that keep a layer's state in ``buffers``: reads the state from them and writes it to them.
 
-    Copies and unpickled objects have a pinned store too, where it is in host memory.
+    A store in pinned host memory is pinned in copies and unpickled objects too.
     """
 
     method: Method
@@ -60,7 +60,7 @@ class Buffered:
         """
         buffers, entries = self.buffers, max_row(num_entries(self.method, seen, first.num))
         settings, sums = self.store.settings, self.buffers.sums
-        if settings.sees_rest:  # up to that of all whole groups
+        if settings.sees_rest:  # sums up to the one of all whole groups
             sums = newest_columns(sums, seen // settings.rule.chunk + 1, sums.shape[2])
         held = tuple(
             self.store.read(x, entries * n, buffers.seen.device) if x is buffers.store else x[:, :, : entries * n]
@@ -72,7 +72,7 @@ class Buffered:
         return LayerState(held, window_k, window_v, queries, sums, seen, first, fine)
 
     def _write_state(self, before: LayerState | None, state: LayerState) -> None:
-        """Copy in ``state``, of which the buffers hold ``before`` (None: nothing) already."""
+        """Write ``state`` to the buffers, which already hold its earlier part ``before`` (None: nothing)."""
         buffers, rows = self.buffers, self.buffers.seen.shape[0]
         new = max_row(state.seen if before is None else state.seen - before.seen)
         first = 0 if before is None else min_row(num_entries(self.method, before.seen, before.first.num))
@@ -93,6 +93,6 @@ class Buffered:
             buffers.first.copy_(torch.stack([as_rows(x, rows) for x in state.first], dim=1), non_blocking=True)
 
     def _entries(self) -> list[tuple[Tensor, int]]:
-        """All buffers of entries, each with its columns per entry: g in a store of exact tokens, 1 in the others."""
+        """The buffers of entries, index and store, each with its columns per entry: g in the store, else 1."""
         settings, store = self.store.settings, self.buffers.store
         return [(x, settings.rule.chunk if x is store else 1) for x in self.buffers.entries(settings)]

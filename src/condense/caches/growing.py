@@ -25,8 +25,8 @@ class CondensedLayer(CondensedCacheLayer):
     """The condensed cache of one attention layer; beams, row selection, repetition, crop and reset apply to all of it.
 
     A condensed model gives a single token to `step` if `can_step`, and all others to `update`, which calls `read`.
-    The first tokens raise ValueError, nothing stored, where index and store cannot hold or steps not read them
-    (`condense.caches.store.Store.check`), and RuntimeError where the host cannot pin what a store needs.
+    The first tokens raise ValueError, and nothing is stored, if index and store cannot hold them or steps cannot read
+    them (`condense.caches.store.Store.check`); RuntimeError if the host cannot pin the memory of a store.
     """
 
     is_compileable = False
@@ -38,7 +38,7 @@ class CondensedLayer(CondensedCacheLayer):
         self.method = method
         self.store = Store(step_settings(method))
         self._keeps_buffers = self.store.settings.choice is not None
-        # only one of `_state` (after a prefill) and `_ring` (while decoding) is set: converting to the other copies
+        # one of `_state` (after a prefill) and `_ring` (while decoding) is set; to change to the other is to copy
         self._state: LayerState | None = None
         self._ring: RingState | None = None
         self.device = torch.device("cpu")
@@ -64,7 +64,7 @@ class CondensedLayer(CondensedCacheLayer):
         self.is_initialized = True
 
     def read(self, k: Tensor, v: Tensor, request: ReadRequest) -> Context:
-        """As `condense.caches.base.CondensedCacheLayer.read`, without waiting."""
+        """Read new tokens, as `condense.caches.base.CondensedCacheLayer.read` says, without waiting for the device."""
         context = super().read(k, v, request)
         if self._num_slots == 0 and self.method.layout.lookahead is not None:
             self._num_fixed_slots = k.shape[2]
@@ -124,7 +124,7 @@ class CondensedLayer(CondensedCacheLayer):
     ) -> Tensor:
         """Read one token per row and return its attention ``[B, H, 1, Dv]``, without gradients; only if `can_step`.
 
-        token: its ``real`` on the CPU. extras: as in `condense.ops.Extras`. latent_width: that of earlier tokens.
+        token: its ``real`` on the CPU. extras: as in `condense.ops.Extras`. latent_width: not used, known from `read`.
         """
         if self._ring is None:
             assert self._state is not None
@@ -136,7 +136,7 @@ class CondensedLayer(CondensedCacheLayer):
         return out
 
     def count_tokens(self) -> PerRow:
-        """As `condense.caches.base.CondensedCacheLayer.count_tokens`; never waits."""
+        """Real tokens per row, without those that a second reading dropped; never waits for the device."""
         held = self._state if self._ring is None else self._ring
         return 0 if held is None else held.seen
 
@@ -150,11 +150,11 @@ class CondensedLayer(CondensedCacheLayer):
         return self._num_slots
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """The mask covers every slot ever seen; see `condense.models.masks`."""
+        """The mask's length and offset: it covers every slot ever seen (`condense.models.masks`)."""
         return self._num_slots + query_length, 0
 
     def get_max_length(self) -> int:
-        """-1: no limit."""
+        """The largest number of slots: -1, no limit."""
         return -1
 
     def reset(self) -> None:
@@ -167,8 +167,8 @@ class CondensedLayer(CondensedCacheLayer):
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the newest ``-tokens_to_remove`` tokens (assisted decoding).
 
-        Exact, down to `condense.state.SLACK` tokens before the most that were held at a time: crops in a row share
-        these. Raises ValueError, state unchanged, as `check_crop`.
+        Exact for up to `condense.state.SLACK` tokens, counted from the most that were held at any time: several crops
+        in a row share this number. Raises ValueError, state unchanged, as `check_crop`.
         """
         count = self.check_crop(tokens_to_remove)
         if count == 0:
@@ -227,16 +227,16 @@ class CondensedLayer(CondensedCacheLayer):
         return count
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Rows in the order of ``beam_idx`` (int ``[B]``). Raises ValueError for a store in host memory."""
+        """Put rows in the order of ``beam_idx`` (int ``[B]``). Raises ValueError for a store in host memory."""
         self.store.refuse_reorder()
         self._map_rows(lambda x: x.index_select(0, beam_idx.to(x.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row ``repeats`` times."""
+        """Repeat each row ``repeats`` times."""
         self._map_rows(lambda x: x.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Only the rows in ``indices`` (int ``[n]`` or bool ``[B]``)."""
+        """Keep only the rows in ``indices`` (int ``[n]`` or bool ``[B]``)."""
         self._map_rows(lambda x: x[indices.to(x.device)])
 
     def offload(self) -> None:

@@ -33,7 +33,7 @@ def room_for(needed: int) -> int:
 
 
 class RingState(Buffered):
-    """The buffers of one layer, and numbers on the host: of `condense.Recall` always, of others while they decode.
+    """The buffers of one layer and numbers about them on the host; always for `condense.Recall`, else while decoding.
 
     Buffers grow by 1/32, a store in host memory by a quarter, because it takes long to pin.
     first: as in `condense.state.LayerState`. num_window, num_queries: columns that `state` returns.
@@ -49,7 +49,7 @@ class RingState(Buffered):
         # with num_summary = 1 the step's own query is the summary, so no query is kept
         self._most_queries = 0 if S <= 1 else S - 1 + SLACK
         self.first = state.first
-        # groups of the first sum that was not overwritten before the last crop
+        # number of groups in the oldest sum that had not been overwritten at the last crop
         self._first_sum: PerRow = 0
         # `seen` is the sum of both; `_taken` counts steps of all rows, so that an ordinary step changes no tensor
         self._before, self._taken = state.seen, 0
@@ -76,7 +76,7 @@ class RingState(Buffered):
 
     @property
     def first_sum(self) -> PerRow:
-        """Groups of each row's first sum in the buffers; those that a crop took back lie over earlier ones."""
+        """Number of groups in each row's oldest sum in the buffers; sums that a crop took back overwrote older ones."""
         return larger(self._first_sum, self.seen // self.settings.rule.chunk + 1 - self.buffers.sums.shape[2])
 
     def state(self) -> LayerState:
@@ -98,7 +98,7 @@ class RingState(Buffered):
         self._steps_left = self._count_steps()
 
     def step(self, token: NewToken, *, scale: float, extras: Extras = NO_EXTRAS) -> Tensor:
-        """`condense.ops.decode_step`; the token's ``real``: whether it counts, int64 CPU ``[B]``, None for all rows."""
+        """Run `condense.ops.decode_step` on the buffers; the token's ``real`` is int64 CPU ``[B]``, None: all count."""
         if self._steps_left <= 0:
             self._make_room(self.seen + 1)
         real = token.real
@@ -115,7 +115,7 @@ class RingState(Buffered):
         return out
 
     def _decode(self, call: StepCall) -> Tensor:
-        # a prepared step is no torch operation, which a trace or a subclass of tensors needs
+        # a trace or a subclass of tensors needs a torch operation, which a prepared step is not
         can_prepare = not torch.compiler.is_compiling() and type(call.token.q) is Tensor
         if self.backend != "triton" or not can_prepare:
             return decode_step(call, self.method.represent, backend=self.backend)
@@ -151,7 +151,7 @@ class RingState(Buffered):
 
     @property
     def is_writable(self) -> bool:
-        """False if some buffers were made in inference mode and that is left: then they cannot be changed in place."""
+        """True if the buffers can be changed in place: those made in inference mode only while it is on."""
         return torch.is_inference_mode_enabled() or not any(x.is_inference() for x in self.buffers)
 
     def _make_room(self, seen: PerRow) -> None:

@@ -41,8 +41,8 @@ class StaticCondensedLayer(Buffered, CondensedCacheLayer):
     fit, raise ValueError and change nothing; so do, with no memory taken, tokens that
     `condense.caches.store.Store.check` refuses. RuntimeError where the host cannot pin what a store needs.
 
-    Slots are counted in ``num_slots`` (int64 ``[]``) on the device, so that a replayed CUDA graph counts too, and on
-    the host, until a step is captured or compiled, which may be replayed at any time; `know_slots` begins that count
+    Slots are counted in ``num_slots`` (int64 ``[]``) on the device, so that a replayed CUDA graph counts too. The host
+    counts as well until a step is captured or compiled, because a replay passes it by; `know_slots` sets its count
     again. ``expected``: the tokens that come next, by which a model chooses between `read` and `step`.
     """
 
@@ -61,12 +61,12 @@ class StaticCondensedLayer(Buffered, CondensedCacheLayer):
         self.settings = step_settings(method)
         self.store = Store(self.settings)
         self.num_slots = torch.zeros((), dtype=torch.int64, device="cpu")
-        # what a prompt leaves is known only once it has been read
+        # the number of entries that a prompt leaves is known only once it has been read
         self.sizes_by_prompt = self.settings.has_first or method.reread is not None
         self.expected = self._first_expected = Expected.FIRST_ENTRIES if self.sizes_by_prompt else Expected.ANY
-        # slots seen, None: only ``num_slots``, on the device, has the count
+        # slots seen, as the host counts them; None if only ``num_slots`` on the device has the count
         self._slots: int | None = 0
-        # ``seen`` and ``first`` of the state after a `read`; a step counts tokens on the device alone
+        # ``seen`` and ``first`` of the state after a `read`; None after a step, which counts on the device alone
         self._rows: tuple[PerRow, FirstEntries] | None = None
         super().__init__()
 
@@ -116,7 +116,7 @@ class StaticCondensedLayer(Buffered, CondensedCacheLayer):
             self.latent_width = latent_width or 0
             self.lazy_initialization(token.k, token.v)
         assert self.buffers is not None
-        token = token._replace(counter=self.num_slots)  # to which the step adds 1
+        token = token._replace(counter=self.num_slots)  # the step adds 1 to it
         call = StepCall(token, self.buffers, self.settings, scale, self.latent_width, extras)
         out = decode_step(call, self.latent_method.represent, backend=self.backend)
         self.expected = Expected.ANY
@@ -129,10 +129,10 @@ class StaticCondensedLayer(Buffered, CondensedCacheLayer):
         return None if self.count_slots() == 0 else self._held_state()
 
     def _hold(self, before: LayerState | None, after: LayerState) -> None:
-        """Write the state ``after`` that the newest slots have made of ``before``.
+        """Write the state ``after``, which the newest slots made from ``before``; None if they are the first.
 
-        before: None if they are the first; then memory is taken for what they left and for what can follow, at new
-        addresses where that of an earlier prompt is too short.
+        For the first slots memory is taken, for what they left and for what can follow; at new addresses if the buffers
+        of an earlier prompt are too small.
         """
         slots = self._new_slots
         if before is None:
@@ -144,7 +144,7 @@ class StaticCondensedLayer(Buffered, CondensedCacheLayer):
                 M, W = room_of(self.method, max_row(num_entries(self.method, tokens, after.first.num)), tokens)
                 room = max(held[0], M), max(held[1], W)
             if self.buffers is None or (room is not None and room != held):
-                self.buffers = None  # frees what an earlier prompt had
+                self.buffers = None  # frees the buffers of an earlier prompt
                 self.lazy_initialization(after.window_k, after.window_v, room)
         self._write_state(before, after)
         self.num_slots.add_(slots)
@@ -166,7 +166,7 @@ class StaticCondensedLayer(Buffered, CondensedCacheLayer):
         return int(self.num_slots) if self._slots is None else self._slots
 
     def count_tokens(self) -> PerRow:
-        """As `condense.caches.base.CondensedCacheLayer.count_tokens`."""
+        """Real tokens per row, without those that a second reading dropped; may wait for the device."""
         if self._rows is not None or self.buffers is None:
             return 0 if self._rows is None else self._rows[0]
         # copy=True also on a CPU: the shared plan keeps this tensor, and the next step adds 1 to `seen` in place
@@ -199,11 +199,11 @@ class StaticCondensedLayer(Buffered, CondensedCacheLayer):
         return self._read_state(seen, first, max_row(seen), max_row(seen))
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """The mask has a column for every slot that there will ever be."""
+        """The mask's length and offset: it has a column for every slot that there will ever be."""
         return self.max_cache_len, 0
 
     def get_max_length(self) -> int:
-        """``max_cache_len``."""
+        """The largest number of slots, ``max_cache_len``."""
         return self.max_cache_len
 
     def get_seq_length(self) -> Tensor | int:
@@ -217,11 +217,11 @@ class StaticCondensedLayer(Buffered, CondensedCacheLayer):
             self.store.forget()
             self.num_slots.zero_()
         self.expected, self.prompt, self.dropped = self._first_expected, None, 0
-        # a host without a count keeps none, because a replay may precede the next prompt
+        # without a count the host does not begin one, because a step may be replayed before the next prompt
         self.know_slots(None if self._slots is None else 0)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Rows in the order of ``beam_idx`` (int ``[B]``), in place. Raises ValueError for a store in host memory."""
+        """Reorder rows in place by ``beam_idx`` (int ``[B]``). Raises ValueError for a store in host memory."""
         self.store.refuse_reorder()
         self.store.forget()
         self._rows = None

@@ -1,8 +1,8 @@
 """The store of exact tokens of closed groups: on the device of the other buffers, or in host memory.
 
 Beside tensors on a CUDA device, host memory is pinned: kernels read and write it in place. The tokens of a prompt are
-copied to it on a stream of their own while the same layer attends, and fetched for a later piece of the prompt, on
-another, while the layer before runs. Beside tensors on the CPU, host memory is ordinary memory.
+copied to it on a stream of their own while the same layer attends. For a later piece of the prompt they are fetched on
+another stream while the layer before runs. Beside tensors on the CPU, host memory is ordinary memory.
 
 Shapes: B rows, K KV heads, N tokens, D and Dv widths of keys and values; a stored token has a width of its own.
 """
@@ -93,7 +93,7 @@ class Store:
     def write(self, store: Tensor, start: int, tokens: Tensor) -> None:
         """Write ``tokens`` ``[B, K, n, width]`` to columns ``[start, start + n)`` of a store.
 
-        One in host memory is written while other work goes on, until `join_writes`.
+        A store in host memory is written while other work goes on; `join_writes` waits for it.
         """
         self.forget()
         n = tokens.shape[2]
@@ -119,7 +119,7 @@ class Store:
             self._fetched = _begin_to_fetch(buffers.store, tokens, buffers.seen.device)
 
     def read(self, store: Tensor, count: int, device: torch.device) -> Tensor:
-        """The first ``count`` columns of a store on ``device``: a view of a store there, else a copy, for one call."""
+        """The first ``count`` columns of a store, on ``device``: a view if it is there, else a copy for this call."""
         fetched, self._fetched = self._fetched, None
         if fetched is None or fetched.shape[2] < count:
             fetched = _begin_to_fetch(store, count, device)
@@ -129,19 +129,19 @@ class Store:
         return fetched[:, :, :count]
 
     def forget(self) -> None:
-        """Drop what was fetched: rows or tokens of the store are others now."""
+        """Drop fetched tokens, because rows or tokens of the store have changed since."""
         self._fetched = None
 
 
 def join_writes(buffers: StepState | None) -> None:
-    """Make what is given to the device's current stream from now on wait for all that `Store.write` has begun."""
+    """Let later work on the device's current stream wait for all copies that `Store.write` has begun."""
     if buffers is not None and buffers.is_apart:
         device = buffers.seen.device
         torch.cuda.current_stream(device).wait_stream(_stream(device, "write"))
 
 
 def finish_writes(buffers: StepState | None) -> None:
-    """Wait on the host until a store in its memory holds all tokens that copies and kernels were to write so far."""
+    """Block the host until a store in its memory holds all tokens that copies and kernels were told to write."""
     join_writes(buffers)
     if buffers is not None and buffers.is_apart:
         torch.cuda.current_stream(buffers.seen.device).synchronize()
@@ -162,7 +162,7 @@ def _stream(device: torch.device, use: Literal["write", "fetch"]) -> torch.cuda.
 
 
 def _begin_to_fetch(store: Tensor, count: int, device: torch.device) -> Tensor | None:
-    """The first ``count`` columns of a store in host memory, as they are copied to ``device``; None for one there."""
+    """Begin to copy the first ``count`` columns of a store to ``device``, and return the copy; None if it is there."""
     if store.device == device or count == 0:
         return None
     tokens = torch.empty(*store.shape[:2], count, store.shape[3], dtype=store.dtype, device=device)
