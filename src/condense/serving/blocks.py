@@ -1,11 +1,11 @@
 """Blocks: the pages of all layers side by side, as vLLM packs them, and how many of them a request holds.
 
-All pages come from one pool of blocks of one size. What all layers keep as long as the request, entries and the tokens
-of dense layers, lies side by side in the same blocks, F tokens to each. The windows, those of the model's own sliding
-layers too, lie in other blocks, N tokens to each, layers with equal windows side by side, in as many parts as are
-needed to fit; and so do the rings. A block is as large as the largest of these, mostly the first.
+All pages come from one pool of blocks of one size. Far pages hold what stays as long as the request: entries, and the
+tokens of dense layers. Those of all layers lie side by side in the same blocks, F tokens to each. Windows, those of the
+model's own sliding layers too, lie in other blocks, N tokens to each: layers with equal windows side by side, in as
+many parts as are needed to fit; and so do rings. A block is as large as the largest of these, mostly the far pages.
 
-Shapes: F tokens of a block of what is kept, N tokens of a page of the window, K KV heads, D and Dv widths.
+Shapes: F tokens of a far page, N tokens of a page of the window, K KV heads, D and Dv widths.
 """
 
 import math
@@ -21,15 +21,15 @@ from condense.ops.step import record_format
 from condense.ops.step.pages import window_columns
 from condense.serving.plan import SLOTS, ServingPlan
 
-# pages of what is kept hold at least so many groups
+# least groups of a far page
 _LEAST_GROUPS = 8
-# and take so many pages of the widest window at most
+# most pages of the widest window for the tokens of one far page
 _MOST_PARTS = 16
 # length, in windows, of the request for which page sizes are chosen where several tables are needed
 _WINDOWS = 16
-# vLLM's kernels for dense attention take pages of a multiple of so many tokens; on a CPU 32, elsewhere 16
+# vLLM's kernels for dense attention need pages of a multiple of 32 tokens on a CPU, of 16 elsewhere
 _DENSE = 32
-# vLLM's tables of blocks have room for a multiple of so many tokens
+# vLLM's tables of blocks have room for a multiple of this number of tokens
 _TABLE = 128
 
 
@@ -50,19 +50,19 @@ class ServedLayer:
 
     @property
     def kept_tokens(self) -> int | None:
-        """Tokens of the window in pages, those that reading the next one needs; None without a window."""
+        """Tokens that pages of the window keep, which reading the next token needs; None without a window."""
         return self.sliding if self.plan is None else self.plan.kept_tokens
 
     @property
     def group_size(self) -> int:
-        """Tokens of which a page holds a multiple."""
+        """The number of tokens that a page must hold a multiple of."""
         if self.plan is None:
             return SLOTS if self.sliding else _DENSE
         return SLOTS if self.plan.settings.rule.max_chunks is not None else self.plan.group_size
 
     @property
     def least_page(self) -> int:
-        """The fewest tokens of a page of what is kept; where only the first groups have entries, all of these."""
+        """The fewest tokens of a far page, enough for all groups with entries where only the first groups have them."""
         most = None if self.plan is None else self.plan.settings.rule.max_chunks
         of_first = 0 if self.plan is None or most is None else most * self.plan.group_size
         return max(_LEAST_GROUPS * self.group_size, of_first)
@@ -74,7 +74,7 @@ class ServedLayer:
 
     @property
     def window_bytes(self) -> int:
-        """Bytes of a token in pages of the window, of one KV head: also of its part of a sum, if there is one."""
+        """Bytes of a token in pages of the window, of one KV head, its part of a sum of values included."""
         if self.plan is None:
             return self.token_bytes
         _, columns = window_columns(*self.widths, self.plan.settings, self.dtype.itemsize)
@@ -102,11 +102,11 @@ class ServedLayer:
         return 0 if choice is None else self.heads * choice.store.slots * self.host_slot_bytes
 
     def host_bytes(self, far: int) -> int:
-        """Bytes in host memory of what is kept of ``far`` tokens as long as the request."""
+        """Bytes in host memory that go with a far page of ``far`` tokens."""
         return 0 if self.plan is None else self.heads * self.plan.entry_slots(far) * self.host_slot_bytes
 
     def far_bytes(self, far: int) -> int:
-        """Bytes of what is kept of ``far`` tokens as long as the request."""
+        """Bytes of a far page of ``far`` tokens: their entries, or keys and values for full attention."""
         if self.plan is None:
             return 0 if self.sliding else self.heads * far * self.token_bytes
         return self.heads * self.plan.entry_slots(far) * self.slot_bytes
@@ -124,30 +124,30 @@ class ServedLayer:
 
 
 class PageSizes(NamedTuple):
-    """Tokens of a page. far: F, of all that is kept as long as the request; near: N, of a window, a divisor of F."""
+    """Tokens of a page. far: F, of a far page; near: N, of a page of a window, a divisor of F."""
 
     far: int
     near: int
 
 
 def table_columns(longest: int, page: int) -> int:
-    """Pages of so many tokens for which vLLM's tables have room, of requests of up to ``longest`` tokens."""
+    """Columns of vLLM's tables for requests of up to ``longest`` tokens in pages of ``page`` tokens."""
     unit = math.lcm(page, _TABLE)
     return -(-longest // unit) * (unit // page)
 
 
 def page_sizes(layers: Collection[ServedLayer]) -> PageSizes:
-    """The sizes for the layers of a model: one F, so that all that is kept has one table of blocks.
+    """The page sizes for the layers of a model: one F for all, so that far pages have one table of blocks.
 
-    Windows use the same blocks. F = k N, where k makes N tokens of the widest window as many bytes as F tokens of what
-    is kept, or fewer; where so little is kept that vLLM gives the layers of a window several tables, k is the one with
-    which these take the fewest bytes. F is the smallest multiple of all group sizes for which kernels load whole tiles.
+    Windows use the same blocks. F = k N, with the least k for which N tokens of the widest window take no more bytes
+    than F tokens in far pages. Where far pages are so small that vLLM gives the layers of a window several tables, k is
+    the one with the fewest bytes. F is the smallest multiple of all group sizes for which kernels load whole tiles.
     """
     groups, least = [layer.group_size for layer in layers], max(layer.least_page for layer in layers)
     sample = SLOTS * math.lcm(*groups)
     sample *= -(-least // sample)
     kept = sum(layer.far_bytes(sample) for layer in layers)
-    # bytes of the sample in the windows that most layers share
+    # bytes of ``sample`` tokens in windows of each length, summed over the layers with that window
     of_window: Counter[int] = Counter()
     for layer in layers:
         if layer.kept_tokens is not None:
@@ -161,7 +161,7 @@ def page_sizes(layers: Collection[ServedLayer]) -> PageSizes:
 
     if k <= _MOST_PARTS:
         return sizes(k)
-    # as many tables as the most parts need
+    # the fewest tables among which k parts can be spread
     tables = -(-k // _MOST_PARTS)
     tried = [sizes(parts) for parts in range(_MOST_PARTS, (k - 1) // tables, -1)]
     return min(tried, key=lambda size: blocks_of_request(layers, _WINDOWS * max(of_window), sizes=size).total_bytes)
@@ -185,7 +185,7 @@ class BlockCount(NamedTuple):
         return self.blocks * self.block_bytes
 
     def share(self, layers: Collection[ServedLayer], length: int) -> float:
-        """Its bytes as a share of those of the tokens that the model's own attention sees."""
+        """Bytes of all blocks, as a share of the bytes of the tokens that the model's own attention sees."""
         seen = sum(min(length, layer.sliding or length) * layer.heads * layer.token_bytes for layer in layers)
         return self.total_bytes / seen
 
@@ -201,7 +201,7 @@ def blocks_of_request(
     sizes = page_sizes(layers) if sizes is None else sizes
     (far, near), own = sizes, own_page(layers, sizes)
     of_far = sum(layer.far_bytes(far) for layer in layers)
-    # pages by what they share a table with: the tokens that windows keep, 0 for rings, and those of a page
+    # bytes of the pages that share tables, by the tokens that their window keeps (0 for rings) and those of a page
     pages: dict[tuple[int, int], list[int]] = {}
     for layer in layers:
         if layer.kept_tokens is not None:

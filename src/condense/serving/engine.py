@@ -1,4 +1,4 @@
-"""The settings of vLLM that decide whether it can serve condensed models, and what keeps it from that."""
+"""The settings of vLLM that decide whether it can serve condensed models, and the reasons why it cannot."""
 
 import re
 from collections.abc import Collection
@@ -15,9 +15,9 @@ class EngineSettings:
     model's. one_manager: all caches are managed alike, as full attention. speculative: drafts that are not served.
     shared_context: ranks share the tokens of a request. microbatches: a batch is run in halves. dense_latents: numbers
     of layers on latents that are not condensed. choosing_latents: tokens of prompts choose groups of latents.
-    adapted_latents, adapted_gpt_oss: such a model gets LoRA adapters. uneven_stages: those of a pipeline have layers
-    whose pages differ. dual_chunks: queries get several rotations, by the chunk that a key is in. sleeping_host: tokens
-    lie in host memory, and the engine may be put to sleep.
+    adapted_latents, adapted_gpt_oss: a model with latents, or GPT-OSS, gets LoRA adapters. uneven_stages: stages of a
+    pipeline have layers whose pages differ. dual_chunks: queries get several rotations, by the chunk that a key is in.
+    sleeping_host: tokens lie in host memory, and the engine may be put to sleep.
     """
 
     version: str | None
@@ -80,7 +80,7 @@ _UNSERVED = {
 
 
 def check_engine(engine: EngineSettings) -> None:
-    """Raise ValueError, in vLLM's own terms, with all that keeps an engine from serving condensed models."""
+    """Raise ValueError, in vLLM's own terms, with all reasons why an engine cannot serve condensed models."""
     wrong = []
     first, end = (_release(version) for version in RELEASES)
     if engine.version is not None and not first <= _release(engine.version) < end:
@@ -89,7 +89,7 @@ def check_engine(engine: EngineSettings) -> None:
             f"for condensed models fits, got {engine.version}: install '{REQUIREMENT}'"
         )
     if engine.cache_dtype not in ("auto", engine.model_dtype):
-        # a checkpoint in FP8 may name one, which vLLM then takes for auto
+        # a checkpoint in FP8 may name a cache dtype, which vLLM then takes where the flag is "auto"
         wrong.append(
             f"--kv-cache-dtype must be the model's {engine.model_dtype} for condensed models, got {engine.cache_dtype} "
             f"from the flag or the checkpoint: entries are made of exact keys and values, give --kv-cache-dtype "

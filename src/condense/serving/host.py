@@ -1,9 +1,9 @@
 """Pages in host memory: the exact tokens of layers that keep them there, one page for each block of the engine's pool;
 and the number of requests that have slots on the device for copies of them.
 
-A page has the number of the block that holds the index of the same groups. So whoever owns the block owns both, and
-what an engine does with blocks (prefixes that requests share, requests that are put back) needs no code here. Blocks
-that hold windows have such a page too, which nobody reads.
+A page has the number of the block that holds the index of the same groups. So whoever owns the block owns the page, and
+what an engine does with blocks (prefixes that requests share, preempted requests) needs no code here. Blocks that hold
+windows have such a page too, which nobody reads.
 
 Shapes: P blocks, K KV heads, N groups of a page, n bytes of a group's tokens.
 """
@@ -16,18 +16,18 @@ from torch import Tensor
 from condense.ops.tensors.pinned import pinned_zeros
 from condense.serving.blocks import ServedLayer, blocks_of_request, page_sizes
 
-# of the memory that is free, so much may be pinned
+# share of the free host memory that may be pinned
 _SHARE = 0.9
 
 
 def host_bytes(layers: Collection[ServedLayer]) -> int:
-    """Bytes in host memory for each block."""
+    """Bytes in host memory that go with each block, for all layers."""
     far = page_sizes(layers).far
     return sum(layer.host_bytes(far) for layer in layers)
 
 
 def copied_bytes(layers: Collection[ServedLayer]) -> int:
-    """Bytes on the device, beside the pages, of the slots of a request."""
+    """Bytes of a request's slots in all layers, which lie on the device beside the pages."""
     return sum(layer.copied_bytes for layer in layers)
 
 
@@ -47,7 +47,7 @@ def host_pages(served: ServedLayer, pages: Tensor) -> Tensor | None:
 
 
 class HostMemory:
-    """The pages in host memory of all layers of a model in one process. ranks: processes that have as many."""
+    """The pages in host memory of all layers of a model in one process. ranks: processes on this host with as many."""
 
     def __init__(self, layers: Sequence[ServedLayer], ranks: int) -> None:
         self.layers, self._ranks = layers, ranks
@@ -71,7 +71,7 @@ class HostMemory:
         assert served.plan is not None
         assert self._free is not None
         far, num = page_sizes(self.layers).far, len(pages)
-        # an engine that pads pages to one size makes a page of several
+        # where an engine pads pages to one size, one of its pages may be several of ours
         block = host_bytes(self.layers) * self._ranks * pages.shape[2] // served.plan.entry_slots(far)
         if num * block > self._free:
             raise ValueError(

@@ -11,13 +11,13 @@ A condensed layer asks for up to three kinds of pages (`condense.ops.paged`):
 An engine's prefix cache shares a page of entries among requests that begin with the same tokens. So a slot of the
 entries, which covers tokens ``[s * g, (s + 1) * g)``, must not depend on later ones: it holds the entry that the last
 of these tokens completes. The entry of group j lies in slot ``j + summary_delay / g``. Groups that need no query are
-complete with their own last token, so the delay is 0; the numbers are those of caches, which make them when they leave
-the window.
+complete with their own last token, so the delay is 0; their entries equal those of caches, which make them only when
+groups leave the window.
 
-`Recall` with a ``prompt`` other than "recall" reads several new tokens of a request otherwise than single ones. So a
-request that the engine puts back, and then reads again with the answer so far as part of the prompt, may go on
-otherwise than undisturbed, and what a later request finds of an answer in the prefix cache was read by steps. With
-"shared" it also matters in which pieces an engine reads a prompt.
+`Recall` with a ``prompt`` other than "recall" reads several new tokens of a request in another way than single ones. So
+a request that the engine preempts, and then reads again with the answer so far as part of the prompt, may continue in
+another way than without preemption; and an answer that a later request finds in the prefix cache was read by steps.
+With "shared" it also matters in which pieces an engine reads a prompt.
 
 Shapes: g tokens per group, w tokens of window, D and Dv widths.
 """
@@ -29,7 +29,7 @@ from condense.methods import Dense, Method, Recall, StreamingLLM, layers_as_text
 from condense.methods.grouped import GroupPooling
 from condense.ops import StepSettings
 
-# pages hold a multiple of so many slots: a tile of keys in a kernel is a few whole pages
+# pages hold a multiple of this number of slots, so that a kernel's tile of keys is a few whole pages
 SLOTS = 16
 _SERVED = "Recall, CCA, LCA, StreamingLLM and Dense"
 
@@ -42,7 +42,7 @@ class ServingPlan:
 
     @property
     def group_size(self) -> int:
-        """Tokens per group, g: a slot of the entries covers as many."""
+        """Tokens per group, g, which is also the number of tokens that a slot of entries covers."""
         return self.settings.rule.chunk
 
     @property
@@ -67,7 +67,7 @@ class ServingPlan:
 
     @property
     def pages(self) -> tuple[object, ...]:
-        """Settings from which, with widths, the sizes of pages follow: equal for layers with pages alike."""
+        """The settings that decide, with widths, the sizes of pages: equal for layers with equal pages."""
         settings, choice = self.settings, self.settings.choice
         store = None if choice is None else (choice.store, choice.mean)
         return settings.rule, self.ring_slots, settings.entry_bits, settings.matched, store
@@ -79,17 +79,17 @@ class ServingPlan:
 
     @property
     def takes_back(self) -> bool:
-        """True if tokens that were read can be taken back, as drafts are that a model does not agree with.
+        """True if tokens can be taken back after they were read, as rejected drafts are in speculative decoding.
 
-        What is read in their place then makes the same window and entries. Not so with a ring, in which drafts lie in
-        the place of older queries, nor if several new tokens are read otherwise than single ones.
+        Tokens read in their place must then make the same window and entries. They do not with a ring, where drafts
+        overwrite older queries, nor if several new tokens are read in another way than single ones.
         """
         return not self.ring_slots and not self.settings.reads_otherwise
 
     def entry_slots(self, tokens: int) -> int:
-        """Slots of a page of entries that covers so many tokens: a divisor of them.
+        """Slots of a page of entries that covers ``tokens`` tokens: one for each group.
 
-        If only the first groups have entries, so many as these are: all lie in a request's first page.
+        If only the first groups have entries, slots for these, all in a request's first page; a divisor of the groups.
         """
         groups = tokens // self.group_size
         most = self.settings.rule.max_chunks
@@ -117,7 +117,7 @@ def serving_plan(method: Method) -> ServingPlan:
     if g < 2 and isinstance(method, GroupPooling):
         wrong.append(f"group_size must be at least 2 to be served, got {g}: entries of one token save nothing")
     if g < 2 and settings.sees_rest:
-        # a token behind a shared prefix, read by kernels before the prompt that fills it, must not complete a group
+        # kernels may read a token behind a shared prefix before the prompt that fills it: it must complete no group
         wrong.append(f"group_size must be at least 2 to be served, got {g}: use unchosen='drop' or larger groups")
     if settings.sees_rest and (settings.rule.window or 0) < g:
         wrong.append(

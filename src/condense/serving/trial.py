@@ -32,13 +32,14 @@ def read_trials(
 ) -> None:
     """Read tokens as the ends of requests of up to ``longest`` tokens, all of whose pages of a kind are the same page.
 
-    The longest is read for every layer. The first of layers that are alike also reads two as rows of one call, half
-    padding, which may take more memory, and shorter ones: kernels are compiled by closed groups, rows and queries.
+    Every layer reads the longest request. The first of equal layers also reads two requests as rows of one call, half
+    of it padding, which may take more memory, and shorter requests: kernels are compiled by closed groups, rows and
+    queries.
 
     Kernels are also compiled for the distance between pages and the length of tables, so these are the engine's.
     served: one of the layers of a model.
     qkv: q ``[T, H, D]``, k ``[T, K, D]``, v ``[T, K, Dv]``; out ``[T, H, Dv]`` gets numbers without a meaning; on
-    latents as in `condense.ops.paged.read_paged`. state_of: makes a state of pages, with what else a layer has.
+    latents as in `condense.ops.paged.read_paged`. state_of: makes a state of pages with the layer's other fields.
     """
     plan = served.plan
     assert plan is not None
@@ -62,7 +63,7 @@ def read_trials(
         return state_of(window, kept, ring, store=host_pages(served, entries.cache), longest=longest)
 
     def read(lengths: tuple[int, ...], counts: tuple[int, ...]) -> None:
-        """So many of the last tokens of each, or as many as there are."""
+        """Read the last ``counts`` tokens of requests of these lengths, or all if a request has fewer."""
         starts = itertools.accumulate(map(min, lengths, counts), initial=0)
         new = NewTokens(list(starts), list(lengths), torch.tensor(lengths, dtype=torch.int32, device=out.device))
         q, k, v, to = (x[: new.starts[-1]] for x in (*qkv, out))
@@ -73,18 +74,18 @@ def read_trials(
     if (served, longest) not in _COMPILED:
         _COMPILED.add((served, longest))
         if T > 2:
-            # two of one request are the fewest that share a call with more
+            # 2 new tokens are the fewest with which a request may share a call with longer ones
             read((half, half), (T - 2, 2))
-        # a method may read single tokens otherwise than several: a step of kernels, or these
+        # single tokens are compiled for here if the method reads them in another way and no step of kernels does
         singles = (1,) if plan.settings.reads_otherwise and not served.has_step(out.device, longest) else ()
         for lengths in _shorter(plan.settings.rule, longest):
-            # not whole prompts: where nothing is closed, kernels of PyTorch's read those
+            # only ends of prompts: whole ones without closed groups are read by PyTorch's kernels
             for num in (*singles, _FEW, lengths[0] // 2):
                 read(lengths, (min(num, *lengths, T // len(lengths)),) * len(lengths))
 
 
 def _shorter(rule: UniformRule, longest: int) -> list[tuple[int, ...]]:
-    """Lengths at which 0, 1, 2, 4, 8, ... groups are closed; with each, if a call may read both, a token less."""
+    """Lengths at which 0, 1, 2, 4, ... groups are closed, alone and, if a call may read both, with one token less."""
     assert rule.window is not None
     powers = itertools.chain([0], (2**i for i in itertools.count()))
     lengths = itertools.takewhile(lambda n: n < longest, (rule.window + i * rule.chunk for i in powers))

@@ -56,14 +56,14 @@ class CondensedBackend(AttentionBackend):
 
     @classmethod
     def supports_kv_connector(cls) -> bool:
-        """False: see `condense.serving.engine.check_engine`."""
+        """False, because `condense.serving.engine.check_engine` refuses KV transfers."""
         return False
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
         """Layouts with a page's bytes side by side; first the one whose blocks hold pages of different sizes.
 
-        The other is for stock layers on a CPU, which know no third: then pages are padded to one size.
+        The second is for stock layers on a CPU, which do not know the first: then pages are padded to one size.
         """
         return (KVCacheLayout.BLHNC, KVCacheLayout.LBHNC)
 
@@ -74,7 +74,7 @@ class CondensedImpl(AttentionImpl[CondensedMetadata]):
     def __init__(
         self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, *args: Any, sinks: Tensor | None = None
     ) -> None:
-        """sinks: a logit without a value for each head of this process; its numbers may come later."""
+        """sinks: a logit without a value for each head of this process; the tensor may be filled later."""
         self.num_heads, self.head_size, self.scale, self.num_kv_heads = num_heads, head_size, scale, num_kv_heads
         self.extras = Extras(sink_logits=sinks)
         self.kv_cache_dtype = "auto"
@@ -91,14 +91,14 @@ class CondensedImpl(AttentionImpl[CondensedMetadata]):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """query ``[T, H, D]``, key and value ``[T, K, D]``, output likewise; rows of padding come last.
+        """Attention of query ``[T, H, D]``, written to output; key and value ``[T, K, D]``; padding in the last rows.
 
-        On latents their widths are as in `condense.ops.paged.read_paged`.
+        With latents widths are as in `condense.ops.paged.read_paged`.
         """
         qkv = query, key, value
         if attn_metadata is None:
             output.zero_()
-            # before there are pages, vLLM measures the memory of a forward, which should leave nothing to be compiled
+            # without pages yet, vLLM measures the memory of a forward: compile all kernels now, so that none is later
             if query.is_cuda and kv_cache.numel() == 0:
                 state_of = functools.partial(PagedState, up=layer.up, extras=self.extras, slots=layer.take_slots(query))
                 read_trials(
@@ -137,7 +137,7 @@ class CondensedAttention(Attention):
         vllm_config: VllmConfig,
         sinks: Tensor | None = None,
     ) -> None:
-        """served: this layer. host: of all layers, dense ones too. sinks: as in `CondensedImpl`."""
+        """served: this layer. host: pages of all layers, dense ones included. sinks: as in `CondensedImpl`."""
         super().__init__(
             stock.num_heads,
             stock.head_size,
@@ -163,14 +163,14 @@ class CondensedAttention(Attention):
         context.update({side.layer_name: side for side in self.sides.values()})
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> AttentionSpec:
-        """Pages of the window."""
+        """The kind of pages that hold the window."""
         return self.window_spec
 
     def take_slots(self, like: Tensor) -> PagedSlots | None:
         """The slots of a layer whose tokens lie in host memory, else None; made while vLLM measures a model's memory.
 
-        The first layer that asks makes those of all, for as many requests in each: so every trial read is measured
-        beside all of them, and none is left less room than those before it. like: of the dtype and device of tokens.
+        The first layer that asks makes the slots of all layers, for as many requests in each: so every trial read is
+        measured beside all slots and has the same room. like: a tensor of the tokens' dtype and device.
         """
         layers = self._engine.compilation_config.static_forward_context.values()
         missing = [x for x in layers if isinstance(x, CondensedAttention) and x.slots is None and x.served.copied_bytes]
@@ -184,20 +184,20 @@ class CondensedAttention(Attention):
 class SideCache(AttentionLayerBase):
     """An object that asks for the pages of a condensed layer's entries, or of its ring, and holds them.
 
-    pages: none before vLLM has measured its memory. store: as of `condense.ops.paged.PagedState`, made when they come.
+    pages: empty until vLLM has measured its memory. store: as in `condense.ops.paged.PagedState`, made with the pages.
     """
 
     def __init__(self, layer_name: str, spec: AttentionSpec, served: ServedLayer, host: HostMemory | None) -> None:
-        """served: the layer. host: of the whole model, for pages that have a part there."""
+        """served: the layer. host: the model's pages in host memory; None for pages without a part there."""
         self.layer_name, self.spec, self._served, self._host = layer_name, spec, served, host
         self.store: Tensor | None = None
         self.kv_cache = torch.tensor([])
 
     @property
     def kv_cache(self) -> Tensor:
-        """The pages; on a CPU with what pads them, as there vLLM zeroes by entries alone the blocks that it hands out.
+        """The pages; on a CPU with their padding, because there vLLM zeroes new blocks through entries alone.
 
-        Otherwise its own sliding layers would read what condensed ones left of other dtypes as NaN.
+        Its own sliding layers would otherwise read the bytes that condensed layers left in a block as NaN.
         """
         if self.pages.is_cuda or self.pages.numel() == 0:
             return self.pages

@@ -17,7 +17,7 @@ from condense.serving.plan import ServingPlan, serving_plans
 from condense.serving.vllm.register import condensed_name
 
 _OVERRIDES, _BATCH, _BLOCK = "--hf-overrides", "--max-num-batched-tokens", "--block-size"
-# vLLM completes a shortened flag, such as `--hf-over`, if only one flag begins so; several begin with this
+# vLLM completes a shortened flag, such as `--hf-over`, if only one flag begins so; this prefix is shared by several
 _AMBIGUOUS = "--hf-"
 # vLLM admits a request only if its window and the tokens of a whole batch fit: larger batches mean fewer requests
 _BATCHED_TOKENS = "4096"
@@ -142,7 +142,7 @@ def _settings_in(config: Any, flags: list[str]) -> EngineSettings:
     named = methods_in(config.condense)
     dense = {*range(text.num_hidden_layers)} - {i for i, method in named.items() if not isinstance(method, Dense)}
     plans: Collection[ServingPlan] = ()
-    with suppress(ValueError):  # which says what cannot be served
+    with suppress(ValueError):  # the caller raises it, with other reasons
         plans = serving_plans(config.condense).values()
     cache_dtype = given["kv_cache_dtype"] or "auto"
     if cache_dtype == "auto" and _names_cache_dtype(getattr(config, "quantization_config", None)):
@@ -150,13 +150,13 @@ def _settings_in(config: Any, flags: list[str]) -> EngineSettings:
     dtype = given["dtype"]
     if dtype in (None, "auto"):
         own = str(getattr(text, "dtype", None)).removeprefix("torch.")
-        # vLLM rounds a model in float32
+        # vLLM rounds a model in float32 to 16 bits
         dtype = own if own in ("bfloat16", "float16") else "bfloat16"
     return EngineSettings(
         version=_version(),
         kv_heads=None if has_latents else getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
         tensor_parallel=number("tensor_parallel_size"),
-        # whether a wide one is the model's, vLLM's process knows
+        # vLLM's process checks if a wide dtype is the model's
         cache_dtype="auto" if cache_dtype in ("bfloat16", "float16", "float32") else cache_dtype,
         model_dtype=dtype,
         kv_transfer=given["kv_transfer_config"] is not None,
@@ -177,7 +177,7 @@ def _settings_in(config: Any, flags: list[str]) -> EngineSettings:
 
 
 def _takes_drafts(plans: Collection[ServingPlan], speculative: str, method: str | None) -> bool:
-    """True if drafts of this kind may be served, as far as can be said without vLLM. method: of a flag of its own."""
+    """True if these drafts may be served, as far as is known without vLLM. method: from a flag of its own, or None."""
     with suppress(ValueError, AttributeError):
         named = json.loads(speculative).get("method")
         return (method or named) == "ngram" and all(plan.takes_back for plan in plans)

@@ -37,7 +37,7 @@ class CondensedLatents(CondensedAttention):
         host: HostMemory,
         vllm_config: VllmConfig,
     ) -> None:
-        """module: that of which ``stock`` is a part, with the up-projections. Others as in `CondensedAttention`."""
+        """module: the module that holds ``stock`` and the up-projections. Others as in `CondensedAttention`."""
         super().__init__(stock, served, host, vllm_config)
         ranks = vllm_config.parallel_config.tensor_parallel_size
         if ranks > 1:
@@ -45,9 +45,9 @@ class CondensedLatents(CondensedAttention):
         self.kv_b_proj, self.widths = module.kv_b_proj, (module.qk_nope_head_dim, module.v_head_dim)
         # on a CPU vLLM would pack the matrix in a form that none but its own product reads
         self.kv_b_proj._cpu_skip_gemm_dispatch = True
-        # so vLLM 0.30 calls the same of matrices that are not quantised
+        # vLLM 0.30's name for the same switch, for matrices that are not quantised
         self.kv_b_proj.skip_weight_relayout = True
-        # DeepSeek-V3's kind in transformers; the order of channels decides what an index holds of a key
+        # DeepSeek-V3's kind splits pairs of rope channels in transformers; an index depends on the order of channels
         self.splits_pairs = getattr(vllm_config.model_config.hf_text_config, "rope_interleave", False)
         if isinstance(module, MiniCPM3Attention):
             module.__class__ = CondensedMiniCPM3Attention
@@ -91,7 +91,7 @@ class CondensedMiniCPM3Attention(MiniCPM3Attention):
 
 
 def _largest(x: Tensor) -> Tensor:
-    """The largest of each number over all ranks; from all of them, as vLLM reduces by sums alone."""
+    """The maximum of each number over all ranks, from a gather of all, because vLLM reduces by sums alone."""
     return tensor_model_parallel_all_gather(x[None], 0).amax(0)
 
 
@@ -108,7 +108,7 @@ def entry_widths(module: nn.Module) -> tuple[int, int] | None:
             f"{type(module).__name__} expands its latents, and cannot be condensed: unset VLLM_MLA_DISABLE, with which "
             "vLLM keeps keys and values of heads"
         )
-    # MiniCPM3's module calls the kernel otherwise
+    # MiniCPM3's module calls the rotation kernel in another way, which is right
     is_plain = not isinstance(module, MiniCPM3Attention) and isinstance(module.rotary_emb, RotaryEmbedding)
     if is_plain and current_platform.is_cpu():
         raise ValueError(

@@ -35,7 +35,7 @@ class CondensedMetadata(AttentionMetadata):
 class CondensedMetadataBuilder(AttentionMetadataBuilder[CondensedMetadata]):
     """The builder of a step's metadata, for one kind of pages, from vLLM's description of the batch."""
 
-    # requests with one new token come first
+    # vLLM puts requests with up to so many new tokens first
     reorder_batch_threshold: int | None = 1
 
     def __init__(self, *args: object, **kwargs: object) -> None:
@@ -59,7 +59,7 @@ class CondensedMetadataBuilder(AttentionMetadataBuilder[CondensedMetadata]):
             self._said = True
             self._say_concurrency()
         starts = batch.query_start_loc_cpu.tolist()
-        # exact as drafts are refused but for those that the host finds
+        # the upper bound is exact, because all drafts are refused but those that the host finds
         lengths = batch.seq_lens if batch.seq_lens_cpu_upper_bound is None else batch.seq_lens_cpu_upper_bound
         # requests with at most one new token come first
         longer = (i for i, (start, stop) in enumerate(itertools.pairwise(starts)) if stop - start > 1)

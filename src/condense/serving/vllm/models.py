@@ -58,11 +58,11 @@ def condense_layers(model: nn.Module, vllm_config: VllmConfig) -> None:
     page, cache = own_page(layers, page_sizes(layers)), vllm_config.cache_config
     if cache.user_specified_block_size and cache.block_size != page:
         raise ValueError(f"--block-size must be {page} for these methods, got {cache.block_size}: leave it out")
-    # of vLLM's own layers, so that their pages lie in the same blocks as entries, or as windows; vLLM reads it once the
-    # model is built
+    # the page size of vLLM's own layers, with which their pages share blocks with entries or windows; vLLM reads it
+    # once the model is built
     cache.block_size, cache.user_specified_block_size = page, True
     parallel = vllm_config.parallel_config
-    # all on this host, as far as is known
+    # engines whose processes run on this host, as far as is known
     engines = parallel.pipeline_parallel_size * max(1, parallel.data_parallel_size_local)
     host = HostMemory(layers, parallel.tensor_parallel_size * engines)
     for (parent, name, child), latents, served in zip(places, widths, layers, strict=True):
@@ -70,7 +70,7 @@ def condense_layers(model: nn.Module, vllm_config: VllmConfig) -> None:
             del vllm_config.compilation_config.static_forward_context[child.layer_name]
             others = served, host, vllm_config
             if latents is None:
-                # the module's own, which are loaded later; backends may keep copies
+                # the module's own sinks, which are loaded later, and no backend's, which may be a copy
                 sinks: Any = parent.sinks if child.has_sink else None
                 setattr(parent, name, CondensedAttention(child, *others, sinks))
             else:
@@ -83,7 +83,7 @@ def _served(stock: Attention, plan: ServingPlan | None) -> ServedLayer:
         (getattr(stock.impl, "logits_soft_cap", None), "soft-capped scores"),
         (getattr(stock.impl, "alibi_slopes", None) is not None, "scores shifted by position (ALiBi)"),
         (stock.kv_sharing_target_layer_name is not None, "the cache of another layer"),
-        # the models served have decoders alone: their layers are else AttentionType.DECODER
+        # all other layers of the models served are AttentionType.DECODER
         (stock.attn_type == AttentionType.ENCODER_ONLY, "bidirectional attention (is_causal=False)"),
     )
     found = " and ".join(name for holds, name in properties if holds)
@@ -96,9 +96,9 @@ def _served(stock: Attention, plan: ServingPlan | None) -> ServedLayer:
 def engine_settings(
     config: VllmConfig, plans: Collection[ServingPlan], has_latents: bool = False, dense: Collection[int] = ()
 ) -> EngineSettings:
-    """The settings of an engine that are checked. plans: of all layers but dense, numbers of those that stay vLLM's."""
+    """The settings of an engine that are checked. plans: of condensed layers. dense: numbers of vLLM's own layers."""
     parallel, cache, drafts = config.parallel_config, config.cache_config, config.speculative_config
-    # drafts are found on the host, and lengths known there, only so
+    # only then are drafts found, and lengths known, on the host
     served = all(plan.takes_back for plan in plans) and not config.scheduler_config.async_scheduling
     return EngineSettings(
         version=vllm.__version__,

@@ -5,7 +5,7 @@ The configuration of a saved condensed model names such an architecture; vLLM wi
 
 from condense.architectures import condensed_architecture, read_as_written
 
-# architectures that vLLM serves with its own code and condense can condense, each with vLLM's module of it
+# architectures that vLLM serves with its own code and that condense can condense -> vLLM's module
 ARCHITECTURES = {
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v2",
@@ -35,7 +35,7 @@ def condensed_name(architecture: str) -> str:
 
 
 def register() -> None:
-    """Entry point ``vllm.general_plugins``."""
+    """Register condensed architectures with vLLM, which calls this as entry point ``vllm.general_plugins``."""
     from vllm import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
@@ -43,6 +43,6 @@ def register() -> None:
     for architecture in ARCHITECTURES:
         name = condensed_name(architecture)
         ModelRegistry.register_model(name, f"condense.serving.vllm.models:{name}")
-        # such as how answers are parsed
+        # settings that vLLM keeps by architecture, such as how answers are parsed
         if architecture in MODELS_CONFIG_MAP:
             MODELS_CONFIG_MAP[name] = MODELS_CONFIG_MAP[architecture]
