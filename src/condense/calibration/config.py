@@ -14,11 +14,11 @@ class CalibrationConfig:
 
     budget_nats: the most that the model may lose: mean divergence of its predictions from the dense model's, in nats
     per token, over the second half of each text. cache: at most this share of the dense model's cache is kept on the
-    device, counted at ``cache_length`` tokens (None: ``length``). min_found: with hidden numbers, so many must be
-    found as this share of those that the dense model finds; with a cache alone only where that can be had in it.
+    device, counted at ``cache_length`` tokens (None: ``length``). min_found: the share that must be found of the hidden
+    numbers that the dense model finds; without ``budget_nats`` only as far as ``cache`` allows.
     candidates: the methods, or their names, to choose from in each layer; empty for `default_candidates`.
     length: tokens of each text, >= 128. texts: how many are measured, and as many others verify the result, >= 2.
-    hidden_numbers: so many numbers are hidden in each of as many further texts and asked for at its end, 0 for none.
+    hidden_numbers: numbers hidden in each of as many further texts and asked for at its end, 0 for none.
     seed: decides which stretches of text are taken, and which numbers.
     Raises ValueError for a field out of range or of another type, for candidates that look ahead, and for two with the
     same steps.
@@ -51,7 +51,7 @@ class CalibrationConfig:
         if self.cache is not None and self.cache > 1:
             raise ValueError(f"cache must be a share of the dense cache, at most 1 (0.09 for 9 %), got {self.cache}")
         for method in self.candidates:
-            # its loss over whole texts would say nothing about its steps
+            # its loss over whole texts, which see later tokens, would say nothing about its steps
             if (ahead := method.layout.lookahead) is not None:
                 raise ValueError(f"candidates: {method} sees later tokens of a whole text: use {ahead.causal_setting}")
         if len({method.as_steps for method in self.candidates}) < len(self.candidates):
@@ -65,9 +65,9 @@ def default_candidates(length: int, *, latents: bool) -> tuple[Method, ...]:
     and a window, for texts of ``length`` tokens.
 
     Windows are a thirty-second of the text, 64 to 1,024 tokens. Recall opens an eighth of the groups, 2 to 128, and
-    keeps slots for a sixty-fourth, at most 64. Entries of pooling are of 4 bits.
-    latents: for models with latents (MLA), which Recall stores on the device: in 4 bits, in groups of 32, all of them
-    open, or half, at most 512, as all query heads open the same.
+    keeps slots for a sixty-fourth, at most 64. Entries of pooling have 4 bits.
+    latents: for models with latents (MLA). There Recall keeps its store on the device, in 4 bits and groups of 32, and
+    opens all groups, or half of them, at most 512, because all query heads open the same groups.
     """
     window = max(64, min(1024, length // 32 // 16 * 16))
     base = StreamingLLM(sink=4, window=window)

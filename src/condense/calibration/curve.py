@@ -9,9 +9,9 @@ from condense.calibration.measure import Allocation, Meter
 from condense.calibration.report import CurvePoint, LayerLoss, Mean, found_of
 from condense.models.inspect import LayerReport, cache_shares
 
-# points that are measured whatever the goals are
+# number of points of the curve that are measured whatever the goals are
 NUM_POINTS = 9
-_UNITS = 2**14  # `best_within` divides the bytes that are left into so many parts
+_UNITS = 2**14  # parts into which `best_within` divides the bytes that it may give out
 
 
 class Curve:
@@ -20,16 +20,16 @@ class Curve:
     def __init__(
         self, meter: Meter, config: CalibrationConfig, losses: list[LayerLoss], reports: list[list[LayerReport]]
     ) -> None:
-        """reports: per candidate, one of each layer of the model; the path goes through the layers in ``losses``.
+        """reports: per candidate, one report for each layer of the model; allocations cover the layers in ``losses``.
 
-        Added to the greedy path are each candidate in all layers and, for a size of the cache, what loses least within
-        it; but none that another on the path equals or beats, both in bytes and in what its layers lose alone.
+        The path is the greedy one, with each candidate in all layers added, and for a size of the cache the allocation
+        that loses least within it; not added is what another on the path beats or equals in bytes and in losses.
         """
         self._meter, self._config, self._reports = meter, config, reports
         methods = config.candidates
         known = {(loss.layer, loss.method): loss for loss in losses}
         layers = list(dict.fromkeys(loss.layer for loss in losses))
-        # by layer, of each candidate; 0 for dense attention, which was not measured
+        # layer -> loss of each candidate; 0 for dense attention, which was not measured
         self._lost = {i: [known[i, m].total if (i, m) in known else 0.0 for m in methods] for i in layers}
         of_layers = {rows[0].layer: [row.bytes for row in rows] for rows in zip(*reports, strict=True)}
         self._sizes = {i: of_layers[i] for i in layers}
@@ -45,11 +45,11 @@ class Curve:
         self._asked: set[int] = set()
 
     def cache(self, at: int) -> float:
-        """The share of the dense cache that the device keeps."""
+        """The device's share of a dense cache under the allocation at a place of the path."""
         return self._shares(self.path[at])[0]
 
     def small_enough(self) -> int:
-        """The first place of the path that keeps no more than was asked for, which there is (`check_cache`)."""
+        """The first place of the path whose cache is as small as asked for; `check_cache` ensures that there is one."""
         most = self._config.cache
         return next(at for at in range(len(self.path)) if most is None or self.cache(at) <= most)
 
@@ -69,16 +69,16 @@ class Curve:
         self._asked |= set(self.grid)
 
     def measured(self, at: int) -> CurvePoint:
-        """The point of an allocation, on the measured texts."""
+        """The point at a place of the path, on the measured texts."""
         self._asked.add(at)
         return self.point(self.path[at], self._meter.measured)
 
     def verified(self, at: int) -> CurvePoint:
-        """The same on held-out texts."""
+        """The point at a place of the path, on held-out texts."""
         return self.point(self.path[at], self._meter.held_out)
 
     def points(self) -> tuple[CurvePoint, ...]:
-        """All that were measured, from the largest to the smallest."""
+        """All points that were measured, from the largest cache to the smallest."""
         return tuple(map(self.measured, sorted(self._asked)))
 
     def point(self, allocation: Allocation, samples: Sequence[int]) -> CurvePoint:
@@ -96,16 +96,16 @@ class Curve:
 
 
 def most_bytes(share: float, dense: int) -> int:
-    """The most bytes that are at most this share of ``dense`` bytes, by the comparison that `check_cache` makes.
+    """The largest n with ``n / dense <= share``, the comparison that `check_cache` makes.
 
-    The product alone may lie below a whole number that the quotient equals: 0.29 * 100 < 29, but 29 / 100 <= 0.29.
+    ``int(share * dense)`` may be one less because it is rounded: 0.29 * 100 < 29, but 29 / 100 <= 0.29.
     """
     product = int(share * dense)
     return next(n for n in (product + 1, product, product - 1) if n / dense <= share)
 
 
 def check_cache(reports: Sequence[Sequence[LayerReport]], config: CalibrationConfig) -> None:
-    """Raise ValueError for a cache that is smaller than what the smallest candidates keep. reports: as of `Curve`."""
+    """Raise ValueError if ``config.cache`` is less than what the smallest candidates keep. reports: as in `Curve`."""
     layers = list(zip(*reports, strict=True))
     least = sum(min(row.bytes for row in of) for of in layers) / sum(of[0].dense_bytes for of in layers)
     if config.cache is not None and config.cache < least:
@@ -118,7 +118,7 @@ def check_cache(reports: Sequence[Sequence[LayerReport]], config: CalibrationCon
 def choose(curve: Curve, config: CalibrationConfig) -> int:
     """The place on the path that meets the goals on measured texts: the smallest within the budget, or small enough.
 
-    Raises ValueError if none meets the goals, saying what can be had.
+    Raises ValueError if none meets the goals; the message says what can be reached.
     """
     small = curve.small_enough()
     curve.measure_grid()
@@ -142,7 +142,7 @@ def choose(curve: Curve, config: CalibrationConfig) -> int:
 
 
 def _last_within(curve: Curve, config: CalibrationConfig) -> int | None:
-    """The last place of the path within the budget, before the first one of the grid that is not; None if none is."""
+    """The last place within the budget before the first place of the grid that exceeds it; None if there is none."""
     low, high = -1, len(curve.path)
     for at in curve.grid:
         if not curve.measured(at).within(config):
@@ -156,7 +156,7 @@ def _last_within(curve: Curve, config: CalibrationConfig) -> int | None:
 
 
 def verify(curve: Curve, config: CalibrationConfig, chosen: int) -> int:
-    """The place chosen, or the nearest before it that is within the budget on measured and on held-out texts.
+    """The place chosen, or else the nearest before it, that is within the budget on measured and on held-out texts.
 
     Raises ValueError if there is none, or none that keeps the cache small enough.
     """
@@ -176,10 +176,10 @@ def verify(curve: Curve, config: CalibrationConfig, chosen: int) -> int:
 def greedy_path(costs: Mapping[int, Sequence[float]], sizes: Mapping[int, Sequence[int]]) -> list[dict[int, int]]:
     """Allocations (layer to the number of its candidate), each smaller in one layer than the one before.
 
-    costs, sizes: per layer, of each candidate: what it loses and what it keeps. The first allocation has in every layer
-    the candidate that loses least, the smallest one among equals. Each next one takes, of all smaller candidates in all
+    costs, sizes: per layer, the loss and the bytes of each candidate. The first allocation has in every layer the
+    candidate that loses least, the smallest one among equals. Each next one takes, of all smaller candidates in all
     layers, the one that loses least per byte saved; among equals the one that saves most, then the one in the lowest
-    layer. So no candidate is taken that another beats in both.
+    layer. So no candidate is taken that another beats in loss and bytes.
     """
     path = [{layer: min(range(len(of)), key=lambda n: (of[n], sizes[layer][n])) for layer, of in costs.items()}]
     while True:
@@ -197,14 +197,14 @@ def greedy_path(costs: Mapping[int, Sequence[float]], sizes: Mapping[int, Sequen
 def best_within(costs: Mapping[int, Sequence[float]], sizes: Mapping[int, Sequence[int]], room: int) -> dict[int, int]:
     """The allocation that loses least, of all that keep at most ``room`` bytes.
 
-    costs, sizes: as of `greedy_path`; the smallest candidates must fit. By dynamic programming over the layers (the
-    multiple-choice knapsack problem) in whole units: a 16,384th of what the smallest candidates leave over, rounded up,
-    so an allocation that fits by less may be missed. Of equal losses the smaller one is taken.
+    costs, sizes: as in `greedy_path`; the smallest candidates must fit. Found by dynamic programming over the layers
+    (the multiple-choice knapsack problem) in whole units of a 16,384th of what the smallest candidates leave over.
+    Sizes are rounded up, so an allocation that only just fits may be missed. Of equal losses the smaller one is taken.
     """
     least = {layer: min(size) for layer, size in sizes.items()}
     unit = max(1, -(-(room - sum(least.values())) // _UNITS))
     units = (room - sum(least.values())) // unit
-    lost = np.zeros(units + 1)  # lost[u]: the least that the layers so far lose, with at most u units
+    lost = np.zeros(units + 1)  # lost[u]: the least loss of the layers so far that take at most u units
     taken = []
     for layer, of in costs.items():
         beyond = [-(-(size - least[layer]) // unit) for size in sizes[layer]]

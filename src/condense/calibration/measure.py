@@ -23,15 +23,15 @@ from condense.models.choice import described
 from condense.results import fingerprint, plain
 from condense.version import __version__
 
-_SLICE = 1024  # rows of logits that are held in float32 at a time
+_SLICE = 1024  # rows of logits that are converted to float32 at a time
 
 # layer index -> number of a candidate; layers that are left out stay stock
 Allocation = Mapping[int, int]
 
 
 class Measured(NamedTuple):
-    """One text under one allocation. kl: mean divergence of the dense predictions from these, in nats. nats: mean loss
-    of the text's own tokens above the dense model's. right: of each hidden number, whether it was found.
+    """One text under one allocation. kl: mean KL divergence from the dense predictions, in nats. nats: mean loss on the
+    text's own tokens above the dense model's. right: for each hidden number, whether it was found.
     """
 
     kl: float
@@ -43,7 +43,7 @@ class MeasuredFile(dict[str, Measured]):
     """Readings by text and allocation (`_key`), kept in a file that is whole at any time, or in memory only."""
 
     def __init__(self, path: Path | None, fingerprint: str) -> None:
-        """path: a file of the same fingerprint is gone on with. Raises ValueError for any other, and for a folder."""
+        """path: a file with this fingerprint is continued. Raises ValueError for any other file, and for a folder."""
         self._path, self._fingerprint = path, fingerprint
         if path is None or not path.exists():
             return
@@ -96,15 +96,15 @@ class Meter:
         self._store = MeasuredFile(path, _conditions(model, candidates, self._samples))
 
     def missing(self, sample: int, allocations: Sequence[Allocation]) -> int:
-        """Forwards that `read` would take."""
+        """Number of forwards that `read` would take."""
         missing = [allocation for allocation in allocations if self._store.get(_key(sample, allocation)) is None]
         return bool(missing) + sum(map(bool, missing))
 
     @torch.no_grad()
     def read(self, sample: int, allocations: Sequence[Allocation]) -> list[Measured]:
-        """One reading of a text per allocation, from the store where it has them.
+        """One reading of a text per allocation, measured now unless it was kept.
 
-        Raises ValueError for predictions that are not finite: what a layer loses by them cannot be compared.
+        Raises ValueError for predictions that are not finite, because their loss cannot be compared.
         """
         dense: Tensor | None = None
         readings = []
@@ -141,7 +141,7 @@ class Meter:
 
 
 def _compared(dense: Tensor, logits: Tensor, sample: Sample) -> Measured:
-    """dense, logits ``[n, V]``."""
+    """Compare the predictions of a text's compared tokens with dense ones; dense, logits ``[n, V]``."""
     targets = sample.ids[sample.compared].to(logits.device)
     wide = torch.promote_types(logits.dtype, torch.float32)
     kl, nats = [], []

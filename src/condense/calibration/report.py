@@ -26,7 +26,7 @@ class Mean(NamedTuple):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Self:
-        """From one value per text, two at least."""
+        """The mean of one value per text, of two texts at least."""
         return cls(float(np.mean(values)), float(np.std(values, ddof=1)) / math.sqrt(len(values)))
 
     def __str__(self) -> str:
@@ -38,7 +38,7 @@ class Mean(NamedTuple):
 class LayerLoss:
     """One layer under one candidate, all others stock: mean divergence from the dense predictions, in nats per token.
 
-    kl: on plain text. answers_kl, found: on hidden numbers, None without them; found as in `CurvePoint`.
+    kl: on plain text. answers_kl: on the answers to hidden numbers. found: as in `CurvePoint`. Both None without them.
     """
 
     layer: int
@@ -49,7 +49,7 @@ class LayerLoss:
 
     @property
     def total(self) -> float:
-        """The loss by which methods are handed out: the sum of both divergences."""
+        """The loss by which candidates are compared: the sum of both divergences."""
         return self.kl.mean + (0.0 if self.answers_kl is None else self.answers_kl.mean)
 
 
@@ -58,8 +58,8 @@ class CurvePoint:
     """One allocation, layer to method.
 
     cache, host: bytes on the device and in host memory as shares of a dense cache's, by arithmetic. kl: mean divergence
-    from the dense predictions. nats: mean loss above the dense model's. found: hidden numbers, those that the dense
-    model finds, and all; None without any.
+    from the dense predictions. nats: mean loss above the dense model's. found: how many hidden numbers this allocation
+    finds, how many the dense model finds, and how many there are; None without any.
     """
 
     methods: Mapping[int, Method]
@@ -70,21 +70,21 @@ class CurvePoint:
     found: tuple[int, int, int] | None
 
     def within(self, config: CalibrationConfig) -> bool:
-        """True if it keeps to the budget, if there is one, and with one finds enough of the hidden numbers."""
+        """True without a budget; else if the point keeps to it and finds enough of the hidden numbers."""
         return config.budget_nats is None or (self.kl.mean <= config.budget_nats and self.finds_enough(config))
 
     def finds_enough(self, config: CalibrationConfig) -> bool:
-        """True if it finds enough of the hidden numbers, or there are none."""
+        """True if enough of the hidden numbers are found, or there are none."""
         return self.found is None or self.found[0] >= config.min_found * self.found[1]
 
     def quality(self) -> str:
-        """Its losses and the numbers that it finds, in words."""
+        """The point's loss and the numbers that it finds, in words."""
         found = "" if self.found is None else f", finds {self.found[0]} of {self.found[2]} (dense {self.found[1]})"
         return f"loses {self.kl} nats{found}"
 
 
 def found_of(readings: Sequence[Measured], dense: Sequence[Measured]) -> tuple[int, int, int] | None:
-    """Hidden numbers found under an allocation and under dense attention, and all; None if there are none."""
+    """Hidden numbers counted: found under an allocation, found by dense attention, and all; None if there are none."""
     total = sum(len(reading.right) for reading in dense)
     return (sum(sum(x.right) for x in readings), sum(sum(x.right) for x in dense), total) if total > 0 else None
 
@@ -94,8 +94,8 @@ class Calibration:
     """The result of `condense.calibrate`.
 
     layers: every layer under every candidate alone. uniform: every candidate in all layers. curve: allocations from the
-    largest to the smallest. chosen: the one that meets the goals, on the measured texts; verified: the same on those
-    held out. steps_back: how many others were tried and failed the goals on one of both.
+    largest cache to the smallest. chosen: the allocation that meets the goals, on the measured texts; verified: the
+    same allocation on held-out texts. steps_back: how many allocations failed before it, on measured or held-out texts.
     """
 
     config: CalibrationConfig
@@ -108,7 +108,7 @@ class Calibration:
 
     @property
     def finds_enough(self) -> bool:
-        """False if too few of the hidden numbers are found, which a size of the cache alone may lead to."""
+        """False if too few of the hidden numbers are found, as may happen if the size of the cache is the only goal."""
         return self.chosen.finds_enough(self.config) and self.verified.finds_enough(self.config)
 
     @property

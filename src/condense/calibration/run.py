@@ -33,12 +33,12 @@ def calibrate(
 
     Each candidate is measured in each layer alone, all others dense, by the mean divergence of the model's predictions
     from the dense ones, with hidden numbers also of their answers. From the most faithful candidate everywhere, layers
-    then get smaller ones, at the least loss per byte saved; asked for a size of the cache, they get what loses least in
-    it. Allocations on that path are measured whole, and the one that meets the goals is verified on other texts; where
-    it fails there, the one before it is tried. The same arguments give the same allocation.
+    then get smaller ones, at the least loss per byte saved; for a given size of the cache, the candidates that lose
+    least within it. Allocations on that path are measured whole, and the one that meets the goals is verified on other
+    texts; if it fails there, the one before it is tried. The same arguments give the same allocation.
 
     model: a causal LM with stock attention, in evaluation mode, left as it was. texts: of documents like those that the
-    model is to read. measured: a file that keeps what was measured, as it comes; if there is one, it is gone on with.
+    model is to read. measured: a file that keeps what was measured, as it comes; an existing one is continued.
     on_estimate is called once, before the measurements, with the number of forwards of a text that they take; more are
     made only where several allocations that met the goals fail them on held-out texts. on_forward: after each forward.
     Raises ValueError for goals that cannot be met, saying what can be, for texts that are too short, for candidates
@@ -55,10 +55,10 @@ def calibrate(
     reports = [inspect(model, {REST: method}, config.counted_length) for method in config.candidates]
     check_cache(reports, config)
     samples = draw_samples(tokenizer, texts, config)
-    # before the first forward, as it refuses models with offloaded weights
+    # made before the first forward, because it refuses models with offloaded weights
     meter = Meter(model, config.candidates, samples, measured, on_forward)
     for method in config.candidates:
-        try:  # one that reads whole texts may refuse to keep a cache here
+        try:  # a method that reads whole texts may refuse to have a cache in this model
             with torch.no_grad(), use(model, {REST: method}):
                 model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device), use_cache=True)
         except ValueError as error:

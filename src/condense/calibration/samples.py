@@ -17,7 +17,7 @@ from condense.tasks import FORMS, Corpus, SequenceBuilder, encode_corpus, load_w
 
 class Sample(NamedTuple):
     """One text. ids: int64 ``[L]``. compared: positions of the tokens whose predictions are compared, int64 ``[n]``.
-    answers: of a text with hidden numbers, the stretch of ``compared`` that each answer is; else empty.
+    answers: for each hidden number, the span ``[start, stop)`` of its answer in ``compared``; empty without any.
     """
 
     ids: Tensor
@@ -33,7 +33,7 @@ class Samples(NamedTuple):
 
 
 def draw_samples(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], config: CalibrationConfig) -> Samples:
-    """Stretches of the texts, measured or held out; a text with hidden numbers is made of stretches of its own kind.
+    """Texts to measure and texts to hold out, from different stretches; hidden numbers go into the same stretches.
 
     Raises ValueError for a text not in a list, for too few tokens, and for a tokenizer without a token that ends texts.
     """
@@ -55,7 +55,7 @@ def draw_samples(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], confi
 def _of_stretches(
     tokenizer: PreTrainedTokenizerBase, corpus: Corpus, stretches: np.ndarray, bos: list[int], config: CalibrationConfig
 ) -> list[Sample]:
-    """Samples of the stretches with these numbers."""
+    """Samples of the stretches with these numbers: plain ones, then those with hidden numbers."""
     size = config.length - len(bos)
     own, far = _joined(corpus, stretches, size), torch.arange(config.length // 2, config.length, device="cpu")
     samples = [Sample(torch.tensor([*bos, *part], device="cpu"), far) for part in own.tokens.reshape(-1, size).tolist()]
@@ -84,7 +84,7 @@ def _of_stretches(
 
 
 def _joined(corpus: Corpus, stretches: np.ndarray, size: int) -> Corpus:
-    """The stretches as a corpus, each of which begins a line."""
+    """A corpus of these stretches; each stretch begins a line."""
     columns = (stretches[:, None] * size + np.arange(size)).flatten()
     begins_line = np.isin(columns, np.concatenate([corpus.line_starts, stretches * size]))
     return Corpus(corpus.tokens[columns], np.flatnonzero(begins_line), np.arange(len(stretches)) * size)
