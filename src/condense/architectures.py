@@ -22,7 +22,7 @@ def as_written(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_read(content: dict[str, Any]) -> dict[str, Any]:
-    """The content of any configuration, with names of architectures as this process knows them.
+    """The content of any configuration with stock names of architectures, unless `read_as_written` was called.
 
     Only a condensed model's names change: another library's name may begin with the same word.
     """
@@ -37,9 +37,9 @@ def _is_condensed(content: dict[str, Any]) -> bool:
 
 
 def read_as_written() -> None:
-    """From now on leave the names of condensed architectures as they are saved: for plugins of engines.
+    """Leave the names of condensed architectures as they are saved from now on, for plugins of engines.
 
-    It holds for the whole process: a trainer in it gets these names, too, of models that it loads later.
+    This holds for the whole process: a trainer in it would get the saved names too.
     """
     global _reads_stock
     _reads_stock = False

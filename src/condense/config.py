@@ -12,7 +12,7 @@ from condense.named import NAMED_SETTINGS, full_settings
 
 
 class Range(NamedTuple):
-    """The numbers that a setting may be, in its type: ``Annotated[int, Range(1)]``."""
+    """The numbers that a setting may be, as part of its type: ``Annotated[int, Range(1)]``."""
 
     least: float
     most: float = math.inf
@@ -23,12 +23,12 @@ Natural = Annotated[int, Range(0)]
 Share = Annotated[float, Range(0, 1)]
 Bits = Literal[16, 8, 4]
 
-# the class of each method by its name; classes add themselves (`condense.Method`)
+# method name -> class; subclasses of `condense.Method` add themselves
 REGISTRY: dict[str, type[Any]] = {}
 
 
 def method_from_dict(settings: dict[str, Any]) -> Any:
-    """Make a method from the form of `condense.Method.to_dict`; also from a name for settings and fields that differ.
+    """Make a method from the form of `condense.Method.to_dict`, or from a named setting with some fields changed.
 
     Raises ValueError for anything but a dict, and for an unknown name or field.
     """
@@ -43,7 +43,7 @@ def method_from_dict(settings: dict[str, Any]) -> Any:
 
 
 def _as_tuples(value: Any) -> Any:
-    """Tuples for the lists that JSON makes of them, as settings must be hashable; anything else as it is."""
+    """Lists, which JSON makes of tuples, as tuples again, because settings must be hashable; else the value itself."""
     return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
 
 
@@ -88,17 +88,16 @@ def method_class(name: object) -> type[Any]:
 
 
 def close_names(name: str, known: Sequence[str]) -> str:
-    """The end of a message that refuses a name: those that are known and spelled almost like it, if there are any."""
+    """The end of a message that refuses a name: known names with almost the same spelling; empty without any."""
     close = difflib.get_close_matches(name, known, 2)
     return f"; close: {', '.join(close)}" if close else ""
 
 
 def check_fields(settings: Any) -> None:
-    """Raise ValueError for a field of a dataclass that is not what its type says: a choice, a bool, a number in range,
-    or a list or tuple, of whatever.
+    """Raise ValueError for a field of a dataclass that is not what its type says: one of some choices, a bool, a number
+    in its range, or a list or tuple (of anything).
 
-    A number without a range must be finite. Fields of other types, and those of postponed annotations, which are text,
-    are not checked.
+    A number without a range must be finite. Fields of other types are not checked, nor are postponed annotations.
     """
     for field in dataclasses.fields(settings):
         name, kind, value = field.name, field.type, getattr(settings, field.name)

@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from condense.evaluate.compare import Prompt
 from condense.tasks.passkeys import Key, question_prompt
 
-# of the bundled model and its tokenizer
+# folder of the bundled model and its tokenizer
 FOLDER = Path(__file__).parent / "assets" / "demo"
-# of `demo_text`, with one document and its numbers, as training data for a try-out
+# the novel of `demo_text` as one document with hidden numbers, training data for a try-out
 TEXT_FILE = FOLDER / "text.jsonl"
 
 

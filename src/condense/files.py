@@ -15,7 +15,7 @@ from typing import BinaryIO, NoReturn
 from filelock import FileLock, Timeout
 
 _log = logging.getLogger(__name__)
-_OF_RUST = re.compile(r"\(os error (\d+)\)")  # how tokenizers and safetensors end an error of the system
+_OF_RUST = re.compile(r"\(os error (\d+)\)")  # the end of a system's error as tokenizers and safetensors report it
 
 
 @contextmanager
@@ -24,8 +24,8 @@ def whole_file(target: Path, *, overwrite: bool) -> Iterator[BinaryIO]:
 
     Missing folders are made. Permissions follow the umask, as for any new file. An interrupt after the block leaves the
     whole file, as ``target`` or as a hidden ``.part`` beside it.
-    Raises FileExistsError at the end of the block if there is a ``target`` by then and ``overwrite`` is False. Without
-    hard links on the file system, one that appears in that very moment is replaced.
+    Raises FileExistsError at the end of the block if there is a ``target`` by then and ``overwrite`` is False. File
+    systems without hard links replace a target that appears in that very moment.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{secrets.token_hex(8)}.part")
@@ -44,7 +44,7 @@ def whole_file(target: Path, *, overwrite: bool) -> Iterator[BinaryIO]:
 
 
 def _linked(file: Path, target: Path) -> bool:
-    """Rename a file unless there is a ``target`` (FileExistsError); False, nothing done, without hard links."""
+    """Rename a file by a hard link, FileExistsError if there is a ``target``; False if the system has no such links."""
     try:
         os.link(file, target)
     except OSError:
@@ -73,7 +73,7 @@ def whole_folder(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def sole_writer(output: Path) -> Iterator[None]:
-    """Keep other processes that ask here from writing ``output``, a file or folder, for the length of a ``with`` block.
+    """Keep other callers, in other processes, from writing ``output``, a file or folder, during a ``with`` block.
 
     The system locks a hidden file beside it, which is removed at the end. The lock of a process that dies ends with it.
     Where the file system has no locks, a warning says so. Raises ValueError if another process has the lock.
@@ -81,7 +81,7 @@ def sole_writer(output: Path) -> Iterator[None]:
     output = output.resolve()
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        # FileLock takes a lock that cannot be written for one that is held
+        # FileLock reports a lock file that cannot be written as one that another process holds
         tempfile.TemporaryFile(dir=output.parent).close()
     except OSError as error:
         raise ValueError(f"output: wanted a path that can be written, got {output}: {error.strerror}") from error
@@ -103,13 +103,13 @@ def sole_writer(output: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        file.unlink(missing_ok=True)  # while it is locked, so that no other process's is removed
+        file.unlink(missing_ok=True)  # while it is still locked, so that another process's lock is never removed
         lock.release()
 
 
 def _raise_named(error: BaseException, target: Path) -> NoReturn:
-    """Raise an error that ended a block; one of the system, such as a full disk's, as an OSError with the path."""
-    if isinstance(error, OSError) and error.errno is None:  # NumPy's, of a write that stopped short
+    """Raise the error that ended a block; a system's error, such as a full disk, as an OSError with the path."""
+    if isinstance(error, OSError) and error.errno is None:  # NumPy raises this if a write stops short
         raise OSError(f"could not write {target}: {error}") from error
     if isinstance(error, OSError) and error.filename is None:
         error.filename = str(target)

@@ -38,7 +38,7 @@ def extend(
 
     q ``[B, H, L, D]``, k ``[B, K, L, D]``, v ``[B, K, L, Dv]``; summary queries are means of q. state: kept from
     earlier tokens, None before the first ones. plan: which of the tokens are real (default: all), or where packed
-    documents begin, of which no state is kept; one plan serves all layers of a forward. The state is detached.
+    documents begin (then no state can be made); one plan serves all layers of a forward. The new state is detached.
     Raises ValueError if an input requires a gradient and the method looks ahead without ``allow_future``, and as
     `condense.Method.check_context` and `empty_state`.
     """
@@ -57,7 +57,7 @@ def extend(
     window_k, window_v = append_window(before.window_k, k, padding), append_window(before.window_v, v, padding)
     entries, form = before.entries, EntryFormat(method.layout.entry_bits)
     keys_and_values = entries[:2]
-    if entries[0].dtype != k.dtype:  # neither entries of 16 bits nor a new state, which has no entries yet
+    if entries[0].dtype != k.dtype:  # entries are rows of bytes: unpack them
         pairs = zip(entries, (k, v), strict=False)
         keys_and_values = tuple(form.unpack(rows, x.shape[3], x.dtype) for rows, x in pairs)
     due, num_first, new = reading.due, before.first.num, None
@@ -107,13 +107,13 @@ def extend(
 
 
 def keep_tokens(method: Method, prompt: LayerState, kept: Tensor, counts: Tensor) -> LayerState:
-    """The state after a prompt of which only the tokens stay where kept, bool ``[B, K, L]``, is True.
+    """The state of ``method`` after a prompt of which only tokens stay where kept, bool ``[B, K, L]``, is True.
 
-    prompt: the state that ``method.reread`` made of it, whose entries are all tokens. counts: how many stay per row and
-    head, int64 CPU ``[B]``.
+    prompt: the state that ``method.reread`` made of the prompt, with an entry for each token. counts: tokens that stay
+    per row and head, int64 CPU ``[B]``.
     """
     state = with_kept(prompt, kept, counts)
-    if method.reads_prompt:  # they stay entries
+    if method.reads_prompt:  # its kept tokens remain entries
         return state
     most = max_row(counts)
     column = torch.arange(most, device="cpu") - (most - counts)[:, None]
@@ -123,21 +123,21 @@ def keep_tokens(method: Method, prompt: LayerState, kept: Tensor, counts: Tensor
 
 
 def _fine_entries(rings: tuple[Tensor, ...], new: tuple[Tensor, ...], due: ChunkRange) -> tuple[Tensor, ...]:
-    """Keys ``[B, K, n, D]`` and values of the fine entries in ``rings`` and of those that are due, right-aligned."""
+    """Keys ``[B, K, n, D]`` and values of the fine entries in ``rings``, then of the new ones, right-aligned."""
     missing, joined = int_if_equal(due.num - (due.last - due.first)), new
     if rings:
         old = (newest_columns(ring, due.first, ring.shape[2]) for ring in rings)
         joined = tuple(torch.cat(pair, dim=2) for pair in zip(old, new, strict=True))
     if not isinstance(missing, Tensor):
         return joined
-    # rows with fewer new ones end earlier
+    # rows with fewer new entries end earlier: shift them to the right
     column = (torch.arange(joined[0].shape[2], device="cpu")[None] - missing[:, None]).clamp(min=0)
     at = column.to(joined[0].device, non_blocking=True)[:, None, :, None]
     return tuple(x.take_along_dim(at, 2) for x in joined)
 
 
 def _merge(old: tuple[Tensor, ...], fine: tuple[Tensor, ...], due: ChunkRange, method: Method) -> tuple[Tensor, ...]:
-    """The old coarse entries, then those of the runs of fine entries that are due."""
+    """The old coarse entries, then new ones, made of the runs of fine entries that are due."""
     if due.num == 0:
         return old
     assert method.layout.coarse is not None
@@ -146,7 +146,7 @@ def _merge(old: tuple[Tensor, ...], fine: tuple[Tensor, ...], due: ChunkRange, m
 
 
 def _written(ring: Tensor, columns: Tensor, count: PerRow) -> Tensor:
-    """A copy of a ring with columns ``[B, K, n, D]``, the last of which is number ``count - 1`` of its row."""
+    """A copy of a ring with columns ``[B, K, n, D]`` written to it; the last one is number ``count - 1`` of its row."""
     ring = ring.clone()
     store_newest(ring, columns, count)
     return ring
@@ -175,7 +175,7 @@ def _check_entries(method: Method, new: object, k: Tensor, v: Tensor, num_chunks
     layout = method.layout
     shape = (*k.shape[:2], num_chunks * layout.rule.entries)
     tensors = new if isinstance(new, tuple) else ()
-    # by ==, as under torch.compile `in` takes a length that varies for another than the same number
+    # compared by ==, because under torch.compile `in` does not recognise a length that varies
     fits = all(
         any(x.shape == (*shape, width) for width in (token.shape[3], 0)) and x.dtype == token.dtype
         for x, token in zip(tensors, (k, v), strict=False)
@@ -203,7 +203,7 @@ def _append(old: tuple[Tensor, ...], new: tuple[Tensor, ...], due: ChunkRange, n
     old = (*old, *(x[:, :, :0] for x in new[len(old) :]))
     appended = []
     for i, (kept, added) in enumerate(zip(old, new, strict=True)):
-        if kept.shape[2] == 0:  # before the first entries, their width is that of the tokens
+        if kept.shape[2] == 0:  # an empty state has the width of tokens, which entries may not have
             kept = added[:, :, :0]
         per_chunk = added.shape[2] // due.num
         start, stop = (n * per_chunk + (num_first if i < 2 else 0) for n in due[:2])
@@ -214,7 +214,7 @@ def _append(old: tuple[Tensor, ...], new: tuple[Tensor, ...], due: ChunkRange, n
 def _newest_queries(num_summary: int, tail: Tensor, q: Tensor, padding: PerRow, backend: str) -> Tensor:
     """Mean queries to keep: as many as later summaries need and `SLACK` more, ``[B, K, Q, D]`` in the dtype of q.
 
-    tail ``[B, K, Q, D]``: those kept before the new tokens.
+    tail ``[B, K, Q, D]``: the mean queries that were kept before the new tokens.
     """
     if num_summary <= 1:
         return detach_compact(tail)
@@ -223,7 +223,7 @@ def _newest_queries(num_summary: int, tail: Tensor, q: Tensor, padding: PerRow, 
     n = min(L, count)
     # kept means are made by `summarize` too, so that a prompt read in pieces gets the same bits as one read at once
     new = summarize(newest(q.detach(), n), tail[:, :, :0], SummarySpans(0, 0, n, n, 1, 1), backend=backend).to(q.dtype)
-    # padding in these n columns: rows with fewer than n real tokens have some
+    # padding among these n columns, in rows with fewer than n real tokens
     padding = at_least(padding - (L - n), 0)
     if isinstance(padding, Tensor) or padding > 0:
         pad = torch.arange(n, device="cpu") < as_rows(padding, B)[:, None]

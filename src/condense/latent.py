@@ -41,7 +41,7 @@ def latent_attention(
 
     q_nope ``[B, H, L, d_n]``, q_rope ``[B, H, L, d_r]``; c ``[B, L, d_c]``, the latents after their norm; k_rope ``[B,
     L, d_r]``; both rope parts rotated already. w_uk ``[H, d_c, d_n]``, w_uv ``[H, d_c, d_v]``: head h has keys ``[c
-    w_uk[h] ; k_rope]`` and values ``c w_uv[h]``. Of a model's ``kv_b_proj.weight`` as ``[H, d_n + d_v, d_c]``, they are
+    w_uk[h] ; k_rope]`` and values ``c w_uv[h]``. From a model's ``kv_b_proj.weight``, seen as ``[H, d_n + d_v, d_c]``:
     ``weight[:, :d_n].mT`` and ``weight[:, d_n:].mT``. One dtype and device for all.
     method: `condense.LCA` and `condense.CCA` pool latents by value_pooling and rope keys by key_pooling; `condense.DGA`
     keeps and weighs whole entries ``[c ; k_rope]``, with ``selection="streaming"`` only.
@@ -75,7 +75,7 @@ def latent_attention(
 
 
 def mean_queries(method: Method, q: Tensor, up: UpProjection, ranks: Ranks | None = None) -> Tensor:
-    """`UpProjection.mean_queries`, of which a method's summary queries are means; of width 0 if it needs none."""
+    """The queries that summary queries are means of (`UpProjection.mean_queries`); of width 0 if none are needed."""
     return q[:, :1, :, :0] if method.layout.num_summary == 0 else up.mean_queries(q, ranks)
 
 
@@ -89,7 +89,7 @@ def attend_latents(
     the caller has expanded them already, else None. options: of `Method.attend`.
     """
     (*entries, window), context = context.sources, context._replace(is_latent=True)
-    # a store holds latents, too, which are expanded with the others
+    # stored tokens are latents too, and would be expanded with the others
     lengths = [x.shape[2] for x in (*(x.k for x in context.sources), *context.extra[2:]) if x.shape[3] > 0]
     if up.absorbing_pays(q.shape[2], sum(lengths)):
         latents = tuple(up.view(source, absorb=True) for source in context.sources)

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 
 class NamedSettings(NamedTuple):
-    """Settings in `condense.Method.to_dict`'s form, for which models and which resource they are, and what they lose.
+    """Settings in `condense.Method.to_dict`'s form, the models and the resource that they are for, and what they lose.
 
-    loses: as measured, in words; empty if that depends on how the model was adapted.
+    loses: the measured loss in words; empty if it depends on how the model was adapted.
     """
 
     settings: dict[str, Any]
@@ -45,6 +45,6 @@ NAMED_SETTINGS = {
 
 
 def full_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """The same settings of a method, ``{"method": name, ...}``, with all that a name stands for in its place."""
+    """Settings ``{"method": name, ...}`` with a named setting replaced by the settings that it stands for."""
     named = NAMED_SETTINGS.get(str(settings.get("method")))
     return settings if named is None else named.settings | {k: v for k, v in settings.items() if k != "method"}

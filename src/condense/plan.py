@@ -1,5 +1,5 @@
 """The numbers that all layers of one forward share: the first layer computes them, the others reuse them. Also
-`run_planned`, which makes them for padded rows or packed documents without a model.
+`run_planned`, which makes such a plan for padded rows or packed documents without a model.
 
 Shapes: B rows, L new tokens, n packed documents, G chunks of c tokens.
 """
@@ -21,7 +21,7 @@ from condense.state import LayerState
 
 
 class ChunkRange(NamedTuple):
-    """Chunks ``[first, last)`` of each row. num: the most in any. columns, numbers: as in `condense.ops.Chunks`."""
+    """Chunks ``[first, last)`` of each row. num: the most in any row. columns, numbers: see `condense.ops.Chunks`."""
 
     first: PerRow
     last: PerRow
@@ -33,10 +33,10 @@ class ChunkRange(NamedTuple):
 class Reading(NamedTuple):
     """The chunks to pool when new tokens are read, and the spans of their queries, for one method and one state.
 
-    seen: real tokens per row afterwards. due: the chunks that are pooled now. summaries: the queries that weigh them,
-    None if no chunk needs any. spans: of the new queries. whole: the chunks that new tokens complete; None where their
-    values are not summed up. merged: the runs of fine entries that become coarse ones, numbered by these, in all fine
-    entries there are; None for a method without coarse ones.
+    seen: real tokens per row afterwards. due: the chunks that are pooled now. summaries: the queries that weigh these
+    chunks, None if none is needed. spans: of the new queries. whole: the chunks that new tokens complete; None where
+    their values are not summed up. merged: the coarse entries that are made now, each a chunk of the fine entries that
+    there are; None for a method without coarse entries.
     """
 
     seen: PerRow
@@ -51,7 +51,7 @@ class ForwardPlan(SharedByLayers):
     """L new tokens per row, the last ``counts`` of which are real; the rest is padding on the left.
 
     counts: int64 CPU ``[B]``, None: all are real. documents: lengths of the documents packed into one row without
-    padding, None for one; they are read without a state, and none is kept. Layers with the same method and the same
+    padding, None for one document; packed ones have no state before or after. Layers with the same method and the same
     numbers of tokens in their states share one `Reading`; layers with the same sampling settings share one `Sample`.
     """
 
@@ -61,7 +61,7 @@ class ForwardPlan(SharedByLayers):
         lengths = [n for n in documents or () if n]
         self.documents = torch.tensor(lengths, device="cpu") if len(lengths) > 1 else None
         self.padding: PerRow = 0 if counts is None else int_if_equal(num_tokens - counts)
-        # each with its key: the method, the device and the numbers of a layer's state
+        # readings, each with its key: the method, the device and the numbers of a layer's state
         self._readings: list[tuple[tuple[object, ...], Reading]] = []
         self._found = {}
 
@@ -70,7 +70,7 @@ class ForwardPlan(SharedByLayers):
         return as_rows(self.num_tokens - self.padding, num_rows)
 
     def without_padding(self, x: Tensor) -> Tensor:
-        """x ``[B, K, L, D]`` with zeros in the padding."""
+        """Return x ``[B, K, L, D]`` with zeros in the padding."""
         if not isinstance(self.padding, Tensor) and self.padding == 0:
             return x
         column = torch.arange(self.num_tokens, device="cpu")
@@ -78,12 +78,12 @@ class ForwardPlan(SharedByLayers):
         return x.masked_fill(pad[:, None, :, None], 0)
 
     def sample(self, num_rows: int, num_recent: int, num_random: int, seed: int, device: torch.device) -> Sample:
-        """See `condense.ops.tensors.sampling.sample_queries`."""
+        """Queries sampled from the new tokens, by `condense.ops.tensors.sampling.sample_queries`."""
         numbers = (self.num_tokens, num_recent, num_random, seed, device)
         return self.once((num_rows, *numbers), lambda: sample_queries(self.tokens(num_rows), *numbers))
 
     def reading(self, method: Method, state: LayerState | None, device: torch.device) -> Reading:
-        """The `Reading` of the new tokens after a state, None before the first ones; its tensors are on the device."""
+        """The `Reading` of the new tokens, its tensors on device. state: of a layer, None before its first tokens."""
         if torch.compiler.is_compiling():
             return self._read(method, state, device)
         wanted: tuple[object, ...] = (method, device)
@@ -109,7 +109,7 @@ class ForwardPlan(SharedByLayers):
         due = _chunks(rule.pooled(before, delay), rule.pooled(seen, delay), rule.chunk, window_start, device)
         summaries = None
         if S > 0 and due.num > 0:
-            # with summary="prompt" one summary, of the prompt's last queries, weighs all chunks; else each has its own
+            # with summary="prompt" one mean of the prompt's last queries weighs all chunks; else each chunk has its own
             looks_ahead = layout.lookahead is not None and state is None
             start, count = (seen, 1) if looks_ahead else ((due.first + 1) * rule.chunk + delay, due.num)
             summaries = SummarySpans(start - S, before, seen, count, S, rule.chunk)
@@ -134,9 +134,9 @@ def _chunks(first: PerRow, last: PerRow, size: int, window_start: PerRow, device
 
 
 def _each_chunk(first: PerRow, step: int, num: int, device: torch.device) -> int | Tensor:
-    """``first + step * i`` for chunk i of each row: a field of `condense.ops.Chunks`.
+    """The number ``first + step * i`` of chunk i of each row, a field of `condense.ops.Chunks`.
 
-    If ``first`` is the same in all rows, that int; else int64 ``[B, num]`` on the device. A row with fewer than ``num``
+    It is ``first``, an int, if all rows agree; else int64 ``[B, num]`` on the device. A row with fewer than ``num``
     chunks gets numbers for missing chunks too, at least 0.
     """
     first = int_if_equal(first)
@@ -148,7 +148,7 @@ def _each_chunk(first: PerRow, step: int, num: int, device: torch.device) -> int
 def _read_documents(layout: Layout, lengths: Tensor, device: torch.device) -> Reading:
     """The `Reading` of packed documents of ``lengths`` tokens, int64 CPU ``[n]``.
 
-    Only chunks that close before their document ends are pooled; no query would see the entries of others.
+    Only chunks that close before their document ends are pooled, because no query sees the entries of other chunks.
     """
     rule, S = layout.rule, layout.num_summary
     num_tokens, starts = int(lengths.sum()), lengths.cumsum(0) - lengths

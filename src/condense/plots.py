@@ -16,7 +16,7 @@ COLOURS = ("#9aa0a6", "#1a73e8", "#e37400", "#188038", "#a142f4", "#d93025")
 
 
 def require_matplotlib(path: Path) -> None:
-    """Raise ValueError if a picture cannot be drawn there: another ending than .png, .svg, .pdf, or no matplotlib."""
+    """Raise ValueError if no picture can be drawn: path ends in none of .png, .svg, .pdf, or matplotlib is missing."""
     if path.suffix.lower() not in FORMATS:
         raise ValueError(f"plot must end in one of {', '.join(FORMATS)}, got {path}")
     if importlib.util.find_spec("matplotlib") is None:
@@ -24,7 +24,7 @@ def require_matplotlib(path: Path) -> None:
 
 
 def method_labels(choices: Sequence[MethodChoice]) -> list[str]:
-    """Short names of methods, by their settings' name if they have one, numbered where two have the same."""
+    """Short labels of methods: the name of their setting or method, numbered where two would be the same."""
     named = {Method.parse(name): name for name in NAMED_SETTINGS}
     kinds = [
         "+".join(dict.fromkeys(named.get(method) or type(method).__name__ for method in methods_of(choice)))

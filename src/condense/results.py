@@ -23,7 +23,7 @@ from condense.version import __version__
 
 # integer dtype by bytes per number
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_AT_ONCE = 2**24  # numbers that are widened to 64 bits at a time
+_AT_ONCE = 2**24  # most numbers of a parameter that are widened to 64 bits at a time
 
 _EXISTS = "{}: wanted a path that does not exist yet, got {}"
 _REPLACES = "; overwrite=True (--overwrite) replaces it"
@@ -113,7 +113,7 @@ def refuse_existing(path: Path, argument: str, *, overwrite: bool | None = None)
     if overwrite is not None and path.exists() and not path.is_file():
         kind = "folder" if path.is_dir() else "device or pipe"
         raise ValueError(f"{argument}: wanted a file, got the {kind} {path}")
-    if os.path.lexists(path) and not overwrite:  # a link to nothing, too, in whose place no folder could be put
+    if os.path.lexists(path) and not overwrite:  # a dangling link exists too: no folder could take its place
         raise ValueError(_EXISTS.format(argument, path) + ("" if overwrite is None else _REPLACES))
     parent = next((folder for folder in path.absolute().parents if folder.exists()), path.absolute().parent)
     try:
@@ -124,7 +124,7 @@ def refuse_existing(path: Path, argument: str, *, overwrite: bool | None = None)
 
 
 def plain(value: Any) -> Any:
-    """``value`` in the types that JSON knows; see `write_results`."""
+    """Return ``value`` in the types that JSON knows, as `write_results` converts it."""
     if hasattr(value, "to_dict"):
         return plain(value.to_dict())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -151,7 +151,7 @@ def _commit() -> str | None:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        # An installed copy may lie inside somebody else's repository, whose commit would say nothing.
+        # fails for an installed copy inside somebody else's repository, whose commit would say nothing
         git("ls-files", "--error-unmatch", Path(__file__).name)
         commit = git("rev-parse", "HEAD")
         return f"{commit}-dirty" if git("status", "--porcelain", "--untracked-files=no") else commit

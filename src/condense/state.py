@@ -27,11 +27,11 @@ class LayerState(NamedTuple):
     if they have fewer than 16 bits (`condense.ops.EntryFormat`); then the method's own tensors as
     `condense.Method.represent` makes them. window_k ``[B, K, N, D]``, window_v ``[B, K, N, Dv]``: exact tokens,
     right-aligned. mean_q ``[B, K, Q, D]``: the newest queries, each the mean over the heads of its KV head,
-    right-aligned; a group's summary query is a mean of these. sums float64 ``[B, K, n, Dv]``: of the values of a row's
-    first groups, right-aligned: the last one that of all whole groups (`condense.ops.step.StepState`); empty where no
-    query sees them. first: entries that stand before those of chunk 0. seen: real tokens per row without those that
+    right-aligned; a group's summary query is a mean of these. sums float64 ``[B, K, n, Dv]``: sums of the values of a
+    row's first groups, right-aligned; the last sum is of all whole groups (`condense.ops.step.StepState`); empty where
+    no query sees them. first: entries that stand before those of chunk 0. seen: real tokens per row without those that
     ``first`` stands for; an int if all rows agree, else int64 CPU ``[B]``. fine: keys and values of the newest fine
-    entries of a method with coarse ones, rings of `fine_slots` slots; empty for others.
+    entries, rings of `fine_slots` slots; empty for a method without coarse entries.
     """
 
     entries: tuple[Tensor, ...]
@@ -68,21 +68,21 @@ def empty_state(k: Tensor, v: Tensor) -> LayerState:
 
 
 def kept_sums(group_size: int) -> int:
-    """Sums of groups to keep, so that `SLACK` tokens can be taken back."""
+    """Number of sums of values to keep, so that `SLACK` tokens can be taken back."""
     return SLACK // group_size + 2
 
 
 def with_kept(prompt: LayerState, kept: Tensor, counts: Tensor) -> LayerState:
-    """The state after a prompt whose tokens are all entries, with those entries alone where kept ``[B, K, M]`` is True.
+    """The state after a prompt with an entry for each token, reduced to the entries where kept ``[B, K, M]`` is True.
 
-    counts: of these per row and head, int64 CPU ``[B]``.
+    counts: entries that stay per row and head, int64 CPU ``[B]``.
     """
     k, v = prompt.entries
     return prompt._replace(entries=kept_tokens(k, v, kept, int(counts.max())), first=FirstEntries.of(counts, counts))
 
 
 def fine_slots(method: Method) -> int:
-    """Fine entries that are kept under a method with coarse ones; 0 under others."""
+    """Number of fine entries that a method with coarse entries keeps; 0 for other methods."""
     layout = method.layout
     return 0 if layout.coarse_rule is None else layout.coarse_rule.fine_slots(layout.summary_delay, SLACK)
 
@@ -99,9 +99,9 @@ def first_entries(method: Method, tokens: PerRow) -> PerRow:
 
 
 def num_entries(method: Method, seen: PerRow, first: PerRow = 0) -> PerRow:
-    """Condensed entries once ``seen`` tokens have been read: ``first`` ones (`FirstEntries`) and those of chunks.
+    """Number of entries once ``seen`` tokens have been read: ``first`` first entries, and the entries of chunks.
 
-    All three are an int or int64 CPU ``[B]``.
+    The result, seen and first are each an int or int64 CPU ``[B]``.
     """
     rule, delay = method.layout.made
     return rule.pooled(seen, delay) * rule.entries + first
@@ -112,7 +112,7 @@ def most_entries(method: Method, tokens: int) -> int:
     return _most_after_prompts(method, tokens) if method.reads_prompt else max_row(num_entries(method, tokens))
 
 
-@lru_cache(maxsize=64)  # once for all layers of a model
+@lru_cache(maxsize=64)  # computed once for all layers of a model
 def _most_after_prompts(method: Method, tokens: int) -> int:
     prompts = torch.arange(tokens + 1, device="cpu")
     return max_row(num_entries(method, tokens - prompts, first_entries(method, prompts)))
