@@ -26,7 +26,7 @@ class SparseKeys(NamedTuple):
 
     @classmethod
     def of_blocks(cls, blocks: Tensor) -> Self:
-        """Blocks alone, and those of the diagonal."""
+        """Keys in chosen blocks and in blocks of the diagonal, without single tokens."""
         own = torch.eye(blocks.shape[1], dtype=torch.bool, device=blocks.device)
         return cls(blocks | own, blocks.new_empty(len(blocks), 0, dtype=torch.int64))
 
@@ -34,7 +34,7 @@ class SparseKeys(NamedTuple):
 def sparse_attention(
     q: Tensor, k: Tensor, v: Tensor, keys: SparseKeys, *, scale: float, compiled: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Attention of q ``[1, H, L, D]`` over the chosen ones of k ``[1, K, L, D]`` and v ``[1, K, L, Dv]``.
+    """Attention of q ``[1, H, L, D]`` over the chosen tokens of k ``[1, K, L, D]`` and v ``[1, K, L, Dv]``.
 
     Compiled FlexAttention on CUDA; elsewhere, and if not ``compiled``, block by block, which is the definition. Returns
     out ``[1, H, L, Dv]`` in the dtype of q and the log-sum-exp ``[1, H, L]`` in float32 or wider.

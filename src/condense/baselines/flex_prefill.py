@@ -31,7 +31,7 @@ class FlexPrefill(SparsePrefill):
     min_budget: Positive = 1024
 
     def choose(self, q: Tensor, k: Tensor, *, scale: float) -> SparseKeys:
-        """Algorithms 1 to 4 of the paper."""
+        """Choose blocks for each head by Algorithms 1 to 4 of the paper."""
         H, L = q.shape[1], q.shape[2]
         N, last = -(-L // BLOCK), min(BLOCK, L)
         min_blocks = min(N, -(-self.min_budget // BLOCK))
@@ -61,7 +61,7 @@ class FlexPrefill(SparsePrefill):
 
 
 def _cover(shares: Tensor, gamma: float, minimum: int) -> Tensor:
-    """The largest of shares ``[H, n]``, which sum to 1: as few as reach gamma, ``minimum`` or more. Bool ``[H, n]``."""
+    """True, in bool ``[H, n]``, at the fewest largest shares ``[H, n]`` that sum to gamma, but at least ``minimum``."""
     ordered, order = shares.sort(dim=1, descending=True, stable=True)
     sum_of_larger = ordered.cumsum(1) - ordered
     wanted = (sum_of_larger < gamma) | (torch.arange(shares.shape[1], device=shares.device) < minimum)

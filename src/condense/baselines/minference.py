@@ -29,7 +29,7 @@ class AShape(SparsePrefill):
     window: Positive = 4096
 
     def choose(self, q: Tensor, k: Tensor, *, scale: float) -> SparseKeys:
-        """The same blocks for all heads, whatever the tokens are."""
+        """Choose the same blocks for all heads and all prompts."""
         block = torch.arange(-(-q.shape[2] // BLOCK), device=q.device)
         # the first query of a block sees window - 1 tokens back
         near = block[:, None] - block <= -(-(self.window - 1) // BLOCK)
@@ -47,7 +47,7 @@ class BlockSparse(SparsePrefill):
     blocks: Positive = 50
 
     def choose(self, q: Tensor, k: Tensor, *, scale: float) -> SparseKeys:
-        """Algorithm 3 of the paper."""
+        """Choose the best key blocks of each query block by Algorithm 3 of the paper."""
         H, K = q.shape[1], k.shape[1]
         scores = block_scores(q[0], k[0].repeat_interleave(H // K, dim=0), scale)
         best = scores.topk(min(self.blocks, scores.shape[2])).indices
@@ -67,7 +67,7 @@ class VerticalSlash(SparsePrefill):
     slash: Natural = 6096
 
     def choose(self, q: Tensor, k: Tensor, *, scale: float) -> SparseKeys:
-        """Algorithm 2 of the paper: lines from the last queries' weights."""
+        """Choose tokens and distances from the last queries' weights by Algorithm 2 of the paper."""
         L = q.shape[2]
         weights = last_weights(q, k, 64, scale)
         columns = weights.sum(1)
@@ -98,7 +98,7 @@ class MInference(SparsePrefill):
 
     def __post_init__(self) -> None:
         given: Any = self.patterns
-        if isinstance(given, str):  # as the command line has it
+        if isinstance(given, str):  # one text, from the command line
             given = (given,)
         if not isinstance(given, list | tuple) or not given:
             raise ValueError(
@@ -137,8 +137,8 @@ def pattern_of(text: object) -> AShape | VerticalSlash | BlockSparse:
 def _sum_of_diagonals(weights: Tensor) -> Tensor:
     """Sums ``[H, L]`` by distance of query and key, of weights ``[H, n, L]`` of the last n of L queries."""
     _, n, L = weights.shape
-    # The last row first, each row is shifted by one more than the row before, so that distances stand in columns: read
-    # with rows one number shorter than they are written, row r begins r numbers early, in the zeros behind row r - 1.
+    # Shift each row by one more than the row before, the last query's first, so that a column has one distance: rows
+    # are written with n zeros behind them and read one number shorter, so row r begins with r of the zeros before it.
     written = F.pad(weights.flip(1), (0, n)).flatten(1)
     shifted = written[:, : n * (L + n - 1)].unflatten(1, (n, L + n - 1))
     return shifted.sum(1)[:, :L].flip(-1)

@@ -43,7 +43,7 @@ class SnapKV(PromptMethod):
             raise ValueError(f"kernel_size must be odd, got {self.kernel_size}")
 
     def read(self, q: Tensor, k: Tensor, v: Tensor, plan: PromptPlan, *, scale: float, backend: str) -> Prompt:
-        """Dense attention; kept are the tokens with the most votes."""
+        """Read the prompt with dense attention, and keep the tokens that rank highest."""
         B = k.shape[0]
         tokens = plan.tokens(B)
         prompt = exact_prompt(k, v, tokens)
@@ -61,5 +61,5 @@ class SnapKV(PromptMethod):
         return Prompt(prompt.context, first, lambda: kept_tokens(k, v, kept, int(counts.max())))
 
     def num_entries(self, tokens: PerRow) -> PerRow:
-        """Tokens of the prompt that stay."""
+        """Number of tokens of the prompt that stay."""
         return map_rows(lambda n: min(n, self.budget), tokens)
