@@ -25,7 +25,7 @@ class Corpus:
     """Encoded documents, one after the other, each followed by the separator token.
 
     tokens: ``[N]``, uint16 if the vocabulary allows it, else int32. line_starts: ``[lines]`` int64, ascending:
-    positions in ``tokens`` at which a line begins. document_starts: ``[documents]`` int64: the same of documents.
+    positions in ``tokens`` at which a line begins. document_starts: ``[documents]`` int64: where a document begins.
     """
 
     tokens: np.ndarray
@@ -69,14 +69,14 @@ def encode_corpus(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase) 
 
 
 def num_ids(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Token ids up to the highest; some of them may stand for nothing."""
+    """The number of token ids up to the highest one; some of these may stand for no token."""
     return 1 + max(tokenizer.get_vocab().values())
 
 
 def check_vocabulary(argument: str, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:
     """Raise ValueError, which names the argument, if a model has no embeddings for some ids of text.
 
-    It may lack those of added tokens, such as Gemma 3's for a picture.
+    Added tokens may lack embeddings, such as Gemma 3's for a picture.
     """
     special = [i + 1 for i in (tokenizer.bos_token_id, tokenizer.eos_token_id) if i is not None]
     ids, known = max(tokenizer.vocab_size, *special, 0), config.get_text_config(decoder=True).vocab_size
@@ -94,8 +94,8 @@ def load_corpus(paths: Sequence[str | Path], tokenizer: PreTrainedTokenizerBase,
     hold no text are left out, counted and reported on stderr, with file (or dataset) and line.
 
     paths: see ``read_documents``. tokenizer: a fast tokenizer. cache: folder for the encoded arrays.
-    Raises ValueError as ``read_documents`` and ``encode_corpus``, for a tokenizer that is not a fast one, and for files
-    in the cache that lost their end.
+    Raises ValueError as ``read_documents`` and ``encode_corpus``, for a tokenizer that is not a fast one, and for
+    truncated files in the cache.
     """
     folder = Path(cache) / f"tokens-{_fingerprint(paths, tokenizer)}"
     if not folder.is_dir():
@@ -118,12 +118,12 @@ def load_corpus(paths: Sequence[str | Path], tokenizer: PreTrainedTokenizerBase,
                 for name, array in vars(corpus).items():
                     np.save(part / f"{name}.npy", array)
         except OSError:
-            if not folder.is_dir():  # it exists if another run has encoded the same documents in the meantime
+            if not folder.is_dir():  # otherwise another run has encoded the same documents in the meantime
                 raise
     names = Corpus.__dataclass_fields__
     try:
         return Corpus(**{name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in names})
-    except (ValueError, EOFError, FileNotFoundError) as error:  # of a file that lost its end, or is lost
+    except (ValueError, EOFError, FileNotFoundError) as error:  # raised for a truncated or missing file
         raise ValueError(f"cache: wanted whole files in {folder}, got others: delete that folder ({error})") from error
 
 

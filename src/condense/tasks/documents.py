@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 _ZSTD_WINDOW = 2**27  # what `zstd --ultra --long=27` needs at most
 _PREFIX = "hf:"
-_ROWS = 1000  # of a dataset, read at a time
+_ROWS = 1000  # rows of a dataset that are read at a time
 
 
 def read_documents(paths: Sequence[str | Path], *, skipped: list[str] | None = None) -> Iterator[str]:
@@ -21,7 +21,7 @@ def read_documents(paths: Sequence[str | Path], *, skipped: list[str] | None = N
     takes, such as ``train[:1%]``, by default ``train``; it has a column ``text``. The package datasets downloads it
     into its own cache, or finds it there, and maps it into memory.
 
-    paths: files to read, and names of datasets. skipped: gets where records without text stand; None: they raise.
+    paths: files to read, and names of datasets. skipped: gets the places of records without text; None: these raise.
     Raises ValueError for a missing file or one that is not what its name says, for a dataset that is named otherwise,
     cannot be loaded or has no column ``text``, and where one needs a package that is not installed.
     """
@@ -73,7 +73,7 @@ def plain_text(content: bytes) -> str:
 
 
 def _text(path: Path) -> Iterator[tuple[int, Any]]:
-    """A file that is one document."""
+    """The one document of a text file, numbered 1."""
     with _opened(path) as stream:
         try:
             yield 1, {"text": plain_text(stream.read())}
@@ -105,7 +105,7 @@ def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
-    """The rows of a Parquet file with their numbers from 1: their text alone."""
+    """The rows of a Parquet file, reduced to their text, with their numbers from 1."""
     try:
         from pyarrow import ArrowException, parquet
     except ImportError as error:
@@ -121,7 +121,7 @@ def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _dataset(source: Path) -> Iterator[tuple[int, Any]]:
-    """The rows of a dataset with their numbers from 1: their text alone."""
+    """The rows of a dataset, reduced to their text, with their numbers from 1."""
     name, _, split = str(source).removeprefix(_PREFIX).partition(":")
     owner, *rest = name.split("/")
     if not 1 <= len(rest) <= 2 or not all((owner, *rest)):
@@ -132,7 +132,7 @@ def _dataset(source: Path) -> Iterator[tuple[int, Any]]:
         raise ValueError(f"data: {source} needs datasets: pip install datasets") from error
     try:
         rows = load_dataset(f"{owner}/{rest[0]}", *rest[1:], split=split or "train")
-    except Exception as error:  # of the many classes that the package and its clients raise
+    except Exception as error:  # the package and its clients raise errors of many classes
         reason = str(error).partition("\n")[0]
         raise ValueError(f"data: wanted a dataset that can be loaded, got {source}: {reason}") from error
     if "text" not in rows.column_names:
