@@ -13,7 +13,7 @@ from condense.methods import Dense, Method
 Trained = Literal["all", "qkv", "qkvo", "lora"]
 NotNegative = Annotated[float, Range(0)]
 _SIZE = re.compile(r"\d+(\.\d+)?[KMGT]B")
-_GROWING = 2 / 3  # of the steps: by then the groups have their full size
+_GROWING = 2 / 3  # share of the steps after which groups have their full size
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,8 @@ class PhaseConfig:
     name: names the folder of the phase's checkpoints. steps: optimizer steps. sequence_length: tokens per sequence.
     batch_size: sequences per optimizer step.
     mix: ``"dense"``: stock attention; ``"condensed"``: ``method`` in every step; ``"alternate"``: stock attention in
-    even steps, ``method`` in odd ones, on the same weights. method: the condensed attention, for these, also as text.
+    even steps, ``method`` in odd ones, on the same weights. method: the condensed attention of the last two mixes, also
+    as text.
     group_sizes: the method's group sizes at the start, ascending, all below its own: the first two thirds of the steps
     are divided evenly among these and its own, which the last third has too. Empty: its own throughout.
     distill: share of the KL to the model's dense self in the loss of every step, 0 to 1; the rest is cross entropy. The
@@ -35,7 +36,8 @@ class PhaseConfig:
     most hidden numbers in one sequence, drawn uniformly. varied_share: share of these sequences in which names share
     words with each other and numbers stand anywhere in the text, not on lines of their own. first_share: share of those
     with hidden numbers in which one opens the text, in a group with the first token, to which many heads attend.
-    short_share: share of them that end early, after 256 tokens or more, with as many fewer numbers; other text follows.
+    short_share: share of those with hidden numbers that end early, after 256 tokens or more, with fewer numbers; other
+    text follows.
     packed: sequences hold the documents of the data side by side: attention, positions and groups begin anew at each,
     the tokenizer's ``bos`` token stands before each, and no document's first token is a target. Those with hidden
     numbers are one document up to the last answer. By default a sequence is one text, whatever it runs across.

@@ -11,14 +11,14 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from condense.tasks import FORMS, SequenceBuilder
 from condense.train.config import PhaseConfig
 
-# types in which transformers makes the mask without positions, so that dense attention reads across documents
+# model types for which transformers makes masks without positions, so that dense attention reads across documents
 _ACROSS = ("afmoe", "biogpt", "gpt_oss", "opt")
 _SHORTEST = 256  # tokens of a text with hidden numbers that ends early
 
 
 def mixes_documents(config: PreTrainedConfig) -> str | None:
-    """Reason why not all layers of such a model begin anew where positions do, as a clause; None if they do, with dense
-    and with condensed attention.
+    """The reason, as a clause, why such a model would read across packed documents; None if all layers begin anew where
+    positions do, with dense and with condensed attention.
     """
     text = config.get_text_config(decoder=True)
     if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in DynamicCache(config=text).layers):
@@ -34,7 +34,7 @@ class TrainingSequences(Dataset[dict[str, torch.Tensor]]):
     packed it has ``position_ids`` too (int64 ``[L]``), which begin anew at each, whose first token has weight 0.
 
     builders: of the phase's length, one for each corpus. weights: how often a sequence is drawn from each, positive, of
-    any sum; empty for a single corpus. phase: how many, with which tasks. seed: of this phase.
+    any sum; empty for a single corpus. phase: sets the number of sequences and their tasks. seed: of this phase.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class TrainingSequences(Dataset[dict[str, torch.Tensor]]):
             opening = self._phase.first_share > 0 and rng.random() < self._phase.first_share
             size = length
             if length > _SHORTEST and self._phase.short_share > 0 and rng.random() < self._phase.short_share:
-                # as many between 256 and 512 tokens as between 4,096 and 8,192
+                # drawn evenly on a logarithmic scale: as many from 256 to 512 tokens as from 4,096 to 8,192
                 size = round(_SHORTEST * (length / _SHORTEST) ** rng.random())
                 count = max(1, round(count * size / length))
             sequence = self._drawn(rng).passkeys(

@@ -36,7 +36,7 @@ def set_trained(model: PreTrainedModel, config: TrainConfig) -> nn.Module:
     settings = LoraConfig(
         r=config.lora_rank, lora_alpha=_LORA_SCALE * config.lora_rank, target_modules=targets, task_type="CAUSAL_LM"
     )
-    # in the dtype of the weights, of which the optimizer keeps float32 copies: float32 adapters would copy every input
+    # adapters stay in the weights' dtype, as the optimizer keeps float32 copies: PEFT casts inputs of float32 adapters
     return get_peft_model(model, settings, autocast_adapter_dtype=False)
 
 

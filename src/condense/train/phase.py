@@ -33,11 +33,11 @@ _GIB = 2**30
 def forecast(
     model: Any, phase: PhaseConfig, *, processes: int = 1, sharded: bool = False, sharded_teacher: bool = False
 ) -> dict[str, int]:
-    """Bytes of a phase per process (GPU) by what they are for, of a causal LM whose trained weights have requires_grad.
+    """Bytes that a phase takes per process (GPU), by purpose, without activations.
 
-    Activations are not among them. ``logits``: those of one part and their gradient, or the teacher's.
-    processes: their number. sharded: whether they share weights, gradients and optimizer too (FSDP2, ZeRO-3),
-    whose trained weights are float32. sharded_teacher: and the teacher (FSDP2).
+    model: a causal LM whose trained weights have requires_grad. ``logits``: those of one part and their gradient, or
+    the teacher's. sharded: processes share weights, gradients and optimizer (FSDP2, ZeRO-3), and trained weights are
+    float32. sharded_teacher: processes share the teacher too (FSDP2).
     """
     width = next(model.parameters()).element_size()
     total, trained = model.num_parameters(), model.num_parameters(only_trainable=True)
@@ -128,7 +128,7 @@ def train_phase(
         disable_tqdm=not interactive,
     )
     if arguments.device.type == "cpu":
-        # in a group of processes accelerate names it "cpu:0", from where transformers 5.17 cannot load a checkpoint
+        # in a group of processes accelerate names it "cpu:0", with which transformers 5.17 cannot load a checkpoint
         vars(arguments)["_setup_devices"] = torch.device("cpu")
     if arguments.n_gpu > 1:
         raise ValueError(
@@ -137,12 +137,12 @@ def train_phase(
         )
     arguments.per_device_train_batch_size = phase.part_size(arguments.world_size)
     config: Any = model.config
-    # which configurations of several parts do not have
+    # None: configurations of several parts have no such field
     use_cache = getattr(config, "use_cache", None)
     trainer = MixedTrainer(phase, model=model, args=arguments, train_dataset=dataset, callbacks=[*callbacks])
     if sharded and not trainer.is_fsdp_enabled:
         with suppress(OSError):
-            Path(arguments.output_dir).rmdir()  # which Trainer has made, so that the next run is none to be resumed
+            Path(arguments.output_dir).rmdir()  # Trainer made it, and the next run would take it for one to resume
         raise ValueError(
             "ACCELERATE_USE_FSDP: wanted processes on GPUs, got none: start them with torchrun or accelerate launch, "
             "or unset it"
@@ -184,7 +184,7 @@ def _check_sharding(*, adapters: bool, low_precision: bool) -> None:
 def newest_checkpoint(folder: Path) -> Path | None:
     """The newest complete checkpoint in a phase's folder.
 
-    Half-written ones are removed. Raises ValueError if a file of it was lost since, or its end.
+    Half-written ones are removed. Raises ValueError if one of its files was lost or truncated since.
     """
     for path in folder.glob("checkpoint-*"):
         if not (path / COMPLETE).exists():  # a process died while it was written
@@ -200,7 +200,7 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 
 def _changed_file(checkpoint: Path) -> str | None:
-    """The name of a file that has not the size that it had when the checkpoint was complete; None if all have."""
+    """The name of a file whose size has changed since the checkpoint was complete; None if no size has."""
     try:
         sizes = dict(json.loads((checkpoint / COMPLETE).read_bytes()))
     except (TypeError, ValueError):

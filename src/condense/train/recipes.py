@@ -90,7 +90,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
 
 def _from_scratch(name: str, about: Sequence[str], workers: int, **fields: Any) -> Callable[..., TrainConfig]:
-    """The recipe of a run from random weights. about: lines of its description; workers: their default."""
+    """The recipe of a run from random weights. about: lines of its description; workers: its default of these."""
 
     def recipe(
         data: Sequence[Path], output: Path, *, seed: int = 0, cache: Path | None = None, workers: int = workers
@@ -105,7 +105,7 @@ def _from_scratch(name: str, about: Sequence[str], workers: int, **fields: Any) 
 
 
 def _with_tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields as JSON and TOML have them, as the configuration takes them: tuples for lists."""
+    """Fields read from JSON or TOML, with tuples in place of lists as the configuration wants them."""
     lists = {name: tuple(value) for name, value in fields.items() if name in _LIST_FIELDS and isinstance(value, list)}
     return {**fields, **lists}
 

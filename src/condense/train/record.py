@@ -15,7 +15,7 @@ _RUN = "run.json"
 def check_same_run(config: TrainConfig) -> None:
     """Write the run's record to its work folder.
 
-    Raises ValueError if it has another run's, or one that lost its end, and if data are missing.
+    Raises ValueError if the folder has another run's record or a truncated one, and if data are missing.
     """
     note = config.work / _RUN
     content = plain({**summary(config), **_contents(config), "seed": config.seed, "phases": config.phases})
@@ -38,7 +38,7 @@ def check_same_run(config: TrainConfig) -> None:
 
 
 def _changed(before: dict[str, Any], now: dict[str, Any]) -> set[str]:
-    """Names of the settings that differ; of phases, as many as before, those of the settings in them."""
+    """Names of the settings that differ; phases, if there are as many as before, are compared setting by setting."""
     names = {name for name in before | now if before.get(name) != now.get(name)}
     phases = before.get("phases", []), now["phases"]
     if "phases" in names and len(phases[0]) == len(phases[1]):

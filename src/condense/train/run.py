@@ -111,7 +111,7 @@ def run_training(config: TrainConfig, *, resume: bool = False, until: str | None
 def _run(config: TrainConfig, processes: PartialState, resume: bool, until: str | None) -> Path:
     if processes.is_main_process:
         if resume and config.output.exists():
-            # the output gets its name once it is whole, and then the work is removed
+            # a finished run gives the output its name, and then removes its work
             left = f"a finished one, which only lacks the removal of {config.work}: delete that folder"
             raise ValueError(
                 f"resume: wanted an unfinished run in {config.work}, got "
@@ -133,10 +133,10 @@ def _run(config: TrainConfig, processes: PartialState, resume: bool, until: str 
     begun = config.work.exists()
     processes.wait_for_everyone()
     try:
-        with processes.main_process_first():  # which writes the record and the encoded text; the others read them
+        with processes.main_process_first():  # the first process writes record and encoded text, the others read them
             check_same_run(config)
             prepared = prepare(config)
-        processes.wait_for_everyone()  # else one that is behind would write the record again once it was removed
+        processes.wait_for_everyone()  # a process that is behind would write the record again after its removal
         for phase in config.phases:
             phase.part_size(processes.num_processes)
             _builders(prepared, phase)
@@ -170,11 +170,11 @@ def _run_phase(
     set_seed(seed)
     saved = start or config.pretrained
     if saved is not None:
-        # an adapter names its base so, which other folders than this one must find too
+        # an adapter is saved with this name of its base, which must be found from any folder
         saved = Path(saved).absolute() if Path(saved).is_dir() else saved
         try:
             stock = AutoModelForCausalLM.from_pretrained(saved, dtype=getattr(torch, config.dtype))
-        except Exception as error:  # a file that lost its end raises an error of its format
+        except Exception as error:  # a truncated file raises an error of its format
             raise ValueError(f"pretrained: wanted weights that can be read, got {saved}: {error}") from error
         # also if it was saved condensed: phases decide which steps are condensed
         stock = restore(stock) if condensed_layers(stock) else stock
@@ -183,11 +183,11 @@ def _run_phase(
         stock = new_model(config.architecture, prepared.tokenizer, config.dtype)
     model: Any = set_trained(stock, config)
     dataset = TrainingSequences(_builders(prepared, phase), phase, (seed, index), config.data_weights)
-    with processes.main_process_first():  # which removes half-written ones
+    with processes.main_process_first():  # the first process removes half-written checkpoints
         checkpoint = newest_checkpoint(folder)
     began = time.monotonic()
     loggers = [TensorBoardCallback()] if config.report_to == "tensorboard" else []
-    # what a process builds depends on the seed alone, so that fewer change nothing
+    # sequences depend on the seed alone, so fewer workers change nothing
     workers = min(config.workers, os.cpu_count() or 1)
     trainer = train_phase(
         model, dataset, phase, folder, seed=seed, workers=workers, checkpoint=checkpoint, callbacks=loggers
@@ -219,8 +219,8 @@ def _run_phase(
 
 
 def _builders(prepared: Prepared, phase: PhaseConfig) -> list[SequenceBuilder]:
-    """One for each corpus. Raises ValueError for too short a corpus, for too few names for hidden numbers, and for too
-    little room for the fewest.
+    """A builder of sequences for each corpus. Raises ValueError for too short a corpus, for too few names for hidden
+    numbers, and if the least number of them does not fit.
     """
     words = load_words().trained
     most = len(words) // 2
@@ -272,7 +272,7 @@ def _own_tokenizer(config: TrainConfig) -> PreTrainedTokenizerBase:
     digest = hashlib.sha256("".join(form_of(path) + sha256(path) for path in config.data).encode())
     folder = config.cache_folder / f"tokenizer-{vocab_size}-{digest.hexdigest()[:16]}"
     if not folder.exists():
-        documents = read_documents(config.data, skipped=[])  # which encoding reports
+        documents = read_documents(config.data, skipped=[])  # encoding reports the skipped records
         trained = train_tokenizer(documents, vocab_size, config.architecture["max_position_embeddings"])
         with whole_folder(folder) as part:
             trained.save_pretrained(part)

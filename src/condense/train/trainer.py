@@ -21,14 +21,14 @@ from condense.train.config import PhaseConfig
 from condense.train.loss import TokenLoss, token_loss
 from condense.train.optimizer import BETAS, MasterAdamW, parameter_groups
 
-COMPLETE = "complete"  # the file in a checkpoint that all processes have finished: the bytes of each file, by its name
+COMPLETE = "complete"  # marks a checkpoint that all processes have finished; holds the bytes of each file, by its name
 _EARLY = 10  # steps, after which the time that the run will take is known
 
 
 def frozen_copy(model: nn.Module, device: torch.device, *, sharded: bool) -> nn.Module:
-    """A copy of all weights, in the dtype they are loaded in, on every GPU; or spread over them as FSDP2 does it.
+    """A copy of the model with all its weights on this process's GPU, or sharded over all of them by FSDP2.
 
-    model: as training begins, with stock attention. device: where the copy goes. sharded: spread it over the processes.
+    model: as training begins, with stock attention; the copy keeps its dtype. device: where the copy goes.
     """
     copied = copy.deepcopy(model).requires_grad_(False).eval()
     if not sharded:
@@ -47,8 +47,8 @@ class MixedTrainer(Trainer):
     the teacher and the share of answer tokens whose most likely prediction is right; tokens per second, and the most
     memory that was allocated. The loss is a mean over all tokens of a step, of all parts and processes.
 
-    Entries are printed, without a bar as lines. There is one after ten steps, too, one before each checkpoint, whose
-    steps a resumed run would not count, and one after the last.
+    Entries are printed, as plain lines where there is no progress bar. There are further ones after ten steps, before
+    each checkpoint, because a resumed run does not count the steps before it, and after the last step.
     """
 
     def __init__(self, phase: PhaseConfig, **arguments: Any) -> None:
@@ -79,7 +79,7 @@ class MixedTrainer(Trainer):
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
         """One forward and backward pass, with the attention that the phase has in this optimizer step."""
-        if self._since is None:  # not before: a resumed run begins at a later step
+        if self._since is None:  # set only now, because a resumed run begins at a later step
             self._since = time.monotonic(), self.state.global_step
         step = self.state.global_step + 1
         if step in (_EARLY, self.state.max_steps) or step % self._phase.checkpoint_steps == 0:
@@ -90,7 +90,7 @@ class MixedTrainer(Trainer):
             with self.compute_loss_context_manager():
                 inputs["teacher"] = self._dense_logits(stock, _of_model(inputs))
         method = self._phase.attention_at(self.state.global_step)
-        # as the stock step does, but before a method is given, which a model in training mode takes without a warning
+        # the stock step does this too, but too late: `use` warns of pooling unless the model is in training mode
         model.train()
         # the block holds the backward pass too, because gradient checkpointing runs the forward pass again there
         with contextlib.nullcontext() if method is None else use(stock, method):
@@ -120,7 +120,7 @@ class MixedTrainer(Trainer):
         return (loss, output) if return_outputs else loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log, with Trainer's own numbers, those of the steps since the last entry.
+        """Log Trainer's own numbers, and the sums over the steps since the last entry.
 
         Raises ValueError if their loss is not finite.
         """
@@ -178,20 +178,20 @@ class MixedTrainer(Trainer):
                 parameter.data = parameter.data.to(dtypes[name])
 
     def _get_num_items_in_batch(self, batch_samples: list[dict[str, Any]], device: torch.device) -> torch.Tensor:
-        """The weights of all tokens of a step, over all its parts and processes."""
+        """Sum of the weights of all tokens of a step, over all its parts and processes."""
         weights = torch.stack([batch["loss_weights"].sum() for batch in batch_samples]).sum()
         return self.accelerator.reduce(weights.to(device), "sum")
 
     @torch.no_grad()
     def _dense_logits(self, student: Any, inputs: dict[str, Tensor]) -> Tensor:
-        """Logits ``[B, L, V]`` of the copy, or of the model with its adapters (LoRA) off, which takes no memory."""
+        """Logits ``[B, L, V]`` of the dense teacher: the frozen copy, or the model itself with adapters (LoRA) off."""
         if self._teacher is not None:
             return self._teacher(**inputs, use_cache=False).logits
         with in_eval_mode(student), student.disable_adapter():
             return student(**inputs, use_cache=False).logits
 
     def _count(self, sums: TokenLoss) -> None:
-        # Sums stay on the device, because reading one would wait for it.
+        # sums stay on the device, because reading one would wait for the device
         kind = "dense" if self._phase.attention_at(self.state.global_step) is None else "condensed"
         step = torch.stack(sums[1:]).double()
         self._sums[kind] = self._sums[kind] + step if kind in self._sums else step
