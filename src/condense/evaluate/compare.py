@@ -45,7 +45,7 @@ class Outcome:
     """One method, or one choice of methods by layer, on one prompt, greedy, batch 1.
 
     first_token_s: reading the text and the first question up to its first new token. token_s: median over the
-    further tokens. cache_bytes: allocated after the text and one token more. host_bytes: those of them that
+    further tokens. cache_bytes: allocated after the text and one token more. host_bytes: the part of these bytes that
     ``Recall(store="host")`` keeps in host memory; on a CPU, what it would keep there beside a GPU. correct: answers
     that begin with the expected one, None if none is expected.
     """
@@ -66,16 +66,16 @@ class Outcome:
 
 
 class Stopwatch(StoppingCriteria):
-    """A stopping criterion that notes when each token was made and never stops. On CUDA it does not wait for that."""
+    """A stopping criterion that notes when each token was made, without waiting for a CUDA device, and never stops."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._marks: list[Any] = []  # seconds, or events on CUDA
-        now(device)  # so that the first mark is of now
+        now(device)  # waits for queued work, so that the first mark is of now
         self.note()
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        """As `note`."""
+        """Note one more token, and stop no row."""
         self.note()
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
@@ -194,7 +194,7 @@ def _run(
     on_step: Callable[[], None],
 ) -> Outcome:
     with attention_of(model, method):
-        # the last token of a text that is continued is read by generate itself
+        # without questions the text is continued, and generate reads its last token itself
         body = text if questions else text[:, :-1]
         cache = DynamicCache(config=model.config)
         read_s = 0.0

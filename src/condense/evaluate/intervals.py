@@ -8,9 +8,9 @@ from typing import Self
 import numpy as np
 
 _Z = 1.959963984540054  # of a 95 % interval
-# nats on a kind of token; net share of a task that may be lost, and its paired 95 % bound
+# most that a setting may lose: nats on a kind of token; a net share of a task, and its paired 95 % bound
 MOST_NATS, MOST_LOST, MOST_BOUND = 0.01, 0.01, 0.02
-LEAST_FOUND = 0.6  # of dense attention, for a task to count
+LEAST_FOUND = 0.6  # share that dense attention must find for a task to count
 _RESAMPLES = 2000
 
 
@@ -26,7 +26,7 @@ class Proportion:
 
     @classmethod
     def of(cls, outcomes: Sequence[bool]) -> Self:
-        """From single outcomes. Without any, the share is NaN and the interval 0 to 1."""
+        """The share of True among outcomes; NaN, with the interval 0 to 1, if there are none."""
         right, total = sum(outcomes), len(outcomes)
         if total == 0:
             return cls(0, 0, math.nan, 0.0, 1.0)
@@ -38,7 +38,7 @@ class Proportion:
 
 @dataclass(frozen=True)
 class Cell:
-    """Nats above dense attention on a kind of token, or the share lost of what it finds.
+    """Nats above dense attention on a kind of token, or the lost share of what dense attention finds.
 
     low, high: paired 95 % interval, by resampling texts. dense: its loss, or share found. n: tokens or questions.
     """
@@ -51,7 +51,9 @@ class Cell:
 
     @classmethod
     def of(cls, arm: np.ndarray, dense: np.ndarray, weight: np.ndarray, *, relative: bool) -> Self:
-        """From sums of losses, tokens in every text, or (relative) of right answers and questions; each ``[texts]``."""
+        """Make a cell of numbers per text, each ``[texts]``: losses (relative: right answers) of the setting, ``arm``,
+        and of dense attention, and the number of tokens (of questions).
+        """
         draws = np.random.default_rng(0).integers(len(arm), size=(_RESAMPLES, len(arm)))
         draws = np.concatenate([np.arange(len(arm))[None], draws])
         a, d, w = (x[draws].sum(1) for x in (arm, dense, weight))

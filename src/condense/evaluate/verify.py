@@ -18,7 +18,7 @@ from condense.tasks import encode_corpus
 
 DENSE, WINDOW, ALL_OPEN = "dense", "window 25 %", "all open"
 KINDS = ("far", "other", "copy")
-_DEPTHS = 5  # parts of a text by which answers are given
+_DEPTHS = 5  # parts of a text for which answers are counted separately
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,8 @@ def verify(
 
     model: a causal LM with stock attention, which it has afterwards too. documents: text to cut and hide numbers in.
     methods: by the name that their results get. on_step: called after each text and setting with their number.
-    Raises ValueError for a condensed model, a method it cannot take, a name of ours, texts longer than the model's
-    learned positions, and as `verify_texts`.
+    Raises ValueError for a condensed model, a method it cannot take, a name of the controls, texts longer than the
+    model's learned positions, and as `verify_texts`.
     """
     check_stock(model)
     if taken := {DENSE, WINDOW, ALL_OPEN} & set(methods):
@@ -154,7 +154,7 @@ def verify(
 
 
 def _opens_all(methods: Iterable[Method], length: int) -> bool:
-    """`Verified.opens_all` of the methods of all layers, after so many tokens."""
+    """True if some layers choose among groups, but all of these open every group after ``length`` tokens."""
     layouts = [method.layout for method in methods]
     chosen = [(x.choice, x.rule.closed(length)) for x in layouts if x.choice is not None]
     return len(chosen) > 0 and all(

@@ -34,10 +34,10 @@ class Verdict:
 
 
 def verdict(results: Sequence[Verified]) -> Verdict:
-    """A reading of all cells: only where the window fails do they say that far text is kept."""
+    """Judge all cells; a cell shows that far text is kept only if the window, which drops far text, fails in it."""
     by_name = {result.name: result for result in results}
     lost = [name for name in WORDS if name in {cell for _, cell in by_name[WINDOW].failed}]
-    if not set(lost) - {"far"}:  # tokens that need far text are chosen as those that a window loses
+    if not set(lost) - {"far"}:  # a window fails on "far" by construction: those are the tokens that it loses
         text = (
             "Your text and these tasks do not need far text, or the model does not use it: a window of 25 % copies and "
             "finds as much, so nothing was shown. Give longer or other text."
@@ -154,7 +154,7 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _percent(share: float) -> str:
-    """As short as 0.5%, 99.5% and 113%."""
+    """Text of a share as a short percentage: 0.5%, 99.5%, 113%."""
     return f"{share:.1%}" if abs(share) < 0.9995 else f"{share:.0%}"
 
 
@@ -164,5 +164,5 @@ def _value(value: float, name: str) -> str:
 
 def _figure(cell: Content, name: str) -> str:
     value, low, high = (_value(cell[part], name) for part in ("value", "low", "high"))
-    interval = f"[{low}, {high}], " if cell["low"] < cell["high"] else ""  # one text gives none
+    interval = f"[{low}, {high}], " if cell["low"] < cell["high"] else ""  # a single text has no interval
     return f"{value}{' lost' if name in TASKS else ' nats'} {interval}n {cell['n']:,}"

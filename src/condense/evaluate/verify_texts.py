@@ -25,8 +25,8 @@ from condense.models.replay import replayable_cache, static_length
 from condense.tasks import Corpus, PasskeySequence, SequenceBuilder, load_words
 
 COPIED = 128  # tokens of the copy that ends a text, an eighth of shorter texts
-BINS = 8  # stretches of the second half by which losses are given
-_SURE = 4  # the first quarter of a copy, which nothing announces, is not counted
+BINS = 8  # stretches of the second half for which losses are given
+_SURE = 4  # a copy's first 1/4 is not counted, because nothing announces the copy
 _PIECE = 512  # tokens whose losses are taken at a time
 _READ = 4 * _PIECE  # tokens read at a time, so that no more logits are held than `needs_far` holds
 TASKS = ("numbers", "shared names")
@@ -51,7 +51,7 @@ class VerifyText:
 def verify_texts(
     tokenizer: PreTrainedTokenizerBase, corpus: Corpus, length: int, count: int, *, questions: int, seed: int
 ) -> list[VerifyText]:
-    """``count`` texts with a copy at the end, each with others for the tasks; the same for the same arguments.
+    """``count`` texts with a copy at the end, each with a further text per task; the same for the same arguments.
 
     The two tasks ask for numbers on lines of their own, and for numbers anywhere in the text whose names share words;
     as many of the ``questions`` as fit. length: >= 256.
@@ -87,7 +87,7 @@ def passkey_sequences(
 
 class TextReading(NamedTuple):
     """One text under one setting. sums: by kind, the sum of losses and the number of tokens. losses, divergence: per
-    stretch of the second half the mean loss and divergence from dense, which is that of its first piece. same: per
+    stretch of the second half, the mean loss, and in its first piece the divergence from dense attention. same: per
     greedy step, whether the setting takes dense attention's token. right: by task, which answers are right.
     """
 
@@ -118,7 +118,7 @@ def read_text(
     Pieces say what steps lose if the model reads several tokens as it reads single ones (`condense.Method.as_steps`).
     Decoding is token by token, given the copy, what dense attention wrote, and the answers.
 
-    dense: of this text; empty while the method is dense attention, which fills it.
+    dense: dense attention's reading of this text, which comes first and fills it.
     """
     ids, half, cache = torch.from_numpy(text.ids).to(model.device), text.copy // 2, DynamicCache(config=model.config)
     with attention_of(model, method):
@@ -130,7 +130,7 @@ def read_text(
     sure, right = text.copy + (len(ids) - text.copy) // _SURE, {}
     with attention_of(model, method):
         if not _reads_at_once(model):
-            cache = None  # makes room for the decoder's
+            cache = None  # makes room for the decoder's cache
         decoder = _decoder(model, max(len(ids), text.copy + greedy))
         copied = _turns(model, decoder, ids, range(sure, len(ids)), cache).float()
         del cache
@@ -143,7 +143,7 @@ def read_text(
             same = (wrote == dense.written).tolist()
         for task, sequence in text.asked.items():
             asked = torch.from_numpy(sequence.input_ids).to(model.device)
-            # the turn up to an answer, then its tokens but the last one, which the next turn begins with
+            # turns: up to an answer, then its tokens one by one; the last one begins the turn to the next answer
             ends = [end for span in sequence.answers for end in range(*span)]
             wrote = _turns(model, decoder, asked, ends).argmax(-1)
             found = dict(zip(ends, (wrote == asked[ends]).tolist(), strict=True))
@@ -155,10 +155,10 @@ def read_text(
 
 
 def _read_half(model: PreTrainedModel, ids: Tensor, cache: Any, dense: DenseReading) -> tuple[Tensor, Tensor]:
-    """The losses of the second half of ids ``[L]``, and their divergences from dense attention, ``[n]`` in nats; NaN
-    where these were not taken: logits of half a text are gigabytes, so one piece of a stretch stands for all.
+    """The losses of the second half of ids ``[L]``, and the divergences from dense attention there, ``[n]`` in nats.
 
-    cache: of the first half but its last token.
+    Divergence is taken in one piece of each stretch and NaN elsewhere, because logits of half a text are gigabytes.
+    cache: holds the first half without its last token.
     """
     half, is_dense = len(ids) // 2, not dense.logits
     losses, divergence = [], []
@@ -243,7 +243,7 @@ def _turns(
 ) -> Tensor:
     """The logits ``[n, V]`` after each turn of ids ``[L]``; ends: where these end, the first one at the prompt's.
 
-    cache: of the first tokens, which dense attention goes on with.
+    cache: holds the first tokens already; for dense attention alone.
     """
     if _reads_at_once(model):
         kept, held = ends[-1] - ends[0] + 1, 0 if cache is None else cache.get_seq_length()

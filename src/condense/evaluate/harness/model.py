@@ -11,7 +11,7 @@ from condense.models import apply, choice_from_text
 class CondensedLM(HFLM):
     """The harness's ``hf`` with one argument more, as in ``--model_args pretrained=DIR,condense=recall-host``.
 
-    condense: a method as text, or methods by layer. The others are those of the harness.
+    condense: a method as text, or methods by layer. All other arguments are the harness's.
     Raises ValueError as `condense.apply`, and for batches of a method that reads whole prompts at once.
     """
 

@@ -91,7 +91,7 @@ def evaluate(
         with attention_of(model, choice):  # fail now if the model cannot take a method, not after hours of others
             pass
     source = {"settings": plain(settings), "methods": plain(methods), "model": fingerprint(model)}
-    # tasks are loaded in the folder of data
+    # paths are made absolute, because tasks are loaded with the data folder as the current one
     folder, name = settings.data and settings.data.absolute(), Path(tokenizer.name_or_path)
     metadata = {"tokenizer": str(name.absolute()) if name.is_dir() else tokenizer.name_or_path}
     metadata |= {"max_seq_lengths": list(settings.lengths)} if settings.lengths else {}
@@ -116,8 +116,8 @@ def evaluate(
 
 
 def check_choice(label: str, choice: MethodChoice, batch_size: int | str) -> None:
-    """Warn of a method that reads prompts otherwise than its steps. Raises ValueError for batches under one that reads
-    a prompt at once; batch_size: as the harness takes it.
+    """Warn of a method that reads prompts in another way than single tokens. Raises ValueError for batches under one
+    that reads a whole prompt at once; batch_size: as the harness takes it.
     """
     if batch_size not in (1, "1") and any(each.layout.lookahead is not None for each in methods_of(choice)):
         raise ValueError(
@@ -133,7 +133,7 @@ def check_choice(label: str, choice: MethodChoice, batch_size: int | str) -> Non
 
 
 def _open(output: Path, source: dict[str, Any], *, resume: bool) -> None:
-    """Make the folder with its ``env.json``, or find that it belongs to this run."""
+    """Make the folder with its ``env.json``, or check that an existing one belongs to this run."""
     path = output / "env.json"
     if not resume:
         if output.exists():

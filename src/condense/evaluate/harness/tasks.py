@@ -105,7 +105,7 @@ def _in_folder(folder: Path) -> Iterator[None]:
 
     nltk.data.path.append(str(folder / "nltk_data"))
     download, cache = requests.get, datasets.config.HF_DATASETS_CACHE
-    # datasets files rows by repository and card alone, so that other rows under the same card would not be read
+    # `datasets` caches rows by repository and card alone, so changed rows under the same card would not be read
     files = sorted((str(file), file.stat().st_mtime_ns) for file in folder.rglob("*.*"))
     datasets.config.HF_DATASETS_CACHE = cache / hashlib.sha256(repr(files).encode()).hexdigest()[:16]
 

@@ -21,7 +21,7 @@ from condense.tasks import draw_keys, hide, load_words, question_prompt, read_do
 
 LENGTHS = (4096,)
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
-MULTIDOC_ROOM = 100  # tokens kept free for the answer over documents, as many as may be written
+MULTIDOC_ROOM = 100  # tokens kept free for the answer over documents, the most that the model may write
 KEYS = 8  # numbers hidden in every text
 ANSWER_ROOM = 16  # tokens kept free for the question's answer
 STRETCH = 256  # tokens that are scored, at the end of every length
@@ -102,7 +102,7 @@ def _asked(row: Any, documents: Sequence[dict[str, Any]], length: str, depth: fl
 
 
 def multidoc_scores(doc: dict[str, Any], results: Sequence[str]) -> dict[str, float]:
-    """best_subspan_em: the first line holds an answer (the published metric); exact_match: it is one."""
+    """best_subspan_em: the first line contains an answer (the published metric); exact_match: it equals one."""
     said = _normalised(results[0].strip().split("\n")[0])
     answers = [_normalised(answer) for answer in doc["answers"]]
     return {"best_subspan_em": float(any(answer in said for answer in answers)), "exact_match": float(said in answers)}

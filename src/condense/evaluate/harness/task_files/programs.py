@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
-SECONDS = 3.0  # that a program may take, as with the metric code_eval
+SECONDS = 3.0  # most seconds that a program may take, as with the metric code_eval
 
 
 def examples(problems: Any) -> list[dict[str, Any]]:
