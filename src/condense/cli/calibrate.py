@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from condense.calibration.report import Mean
     from condense.methods import Method
 
-# what the bundled text is long enough for
+# length and number of texts for which the bundled text is long enough
 DEMO_LENGTH, DEMO_TEXTS = 448, 4
 
 
@@ -70,7 +70,7 @@ def calibrate_command(
     for name, path in (("output", output), ("plot", plot)):
         if path is not None and kept.resolve() == path.resolve():
             raise ValueError(f"measured must be another file than {name}, got {kept} for both")
-    options.check_targets(measured=kept, overwrite=True)  # measurements that are there are used and added to
+    options.check_targets(measured=kept, overwrite=True)  # existing measurements are used and extended
     is_demo = model is None and not text
     config = CalibrationConfig(
         budget_nats=0.02 if budget_nats is None and cache is None else budget_nats,
@@ -83,7 +83,7 @@ def calibrate_command(
         cache_length=None if cache_length is None else options.parse_tokens("cache_length", cache_length),
         seed=seed,
     )
-    # a text counts once, also if two files hold it: of copies, one could be measured and the other held out
+    # a text in two files counts once: otherwise one copy could be measured and the other held out
     contents = list(dict.fromkeys(map(options.read_text, dict.fromkeys(text or ())))) or [demo_text().text]
     with sole_writer(output):
         loaded, tokenizer, _ = models.load_model(model, dtype, device, device_map, trust_remote_code)

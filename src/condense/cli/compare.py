@@ -72,7 +72,7 @@ def compare_command(
     }
     try:
         _print(prompt, outcomes, dtype_name, on_cpu=loaded.device.type == "cpu")
-    finally:  # also where they cannot be shown, as in a pipe that was closed
+    finally:  # write results even if they cannot be shown, as in a closed pipe
         if json is not None:
             write_results(json, content, device=loaded.device, overwrite=overwrite)
         if plot is not None:

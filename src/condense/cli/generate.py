@@ -34,7 +34,7 @@ def generate_command(
 
     class Streamer(TextStreamer):
         def put(self, value: Any) -> None:
-            """Print text as it comes; with the first new token the bar goes that stood for reading the prompt."""
+            """Print text as it comes; the first new token removes the bar that showed the reading of the prompt."""
             if not self.next_tokens_are_prompt:
                 bar.stop()
             super().put(value)
@@ -64,7 +64,7 @@ def generate_command(
             attention_mask=torch.ones_like(ids),
             use_cache=True,
             max_new_tokens=max_new_tokens,
-            num_beams=1,  # more, of the model's own settings, cannot be printed as they come
+            num_beams=1,  # beams, which the model's own settings may ask for, cannot be printed as they come
             num_return_sequences=1,
             streamer=Streamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
             pad_token_id=0,  # a single row is not padded, but without one generate warns

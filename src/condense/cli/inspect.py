@@ -72,7 +72,7 @@ def inspect_command(
     if chosen not in choices.values():
         choices |= {" ".join(method or [described(chosen)]): chosen}
     is_quantised = getattr(skeleton.config, "quantization_config", None) is not None
-    # as transformers names them: beside them may lie the same weights for other programs
+    # only files that transformers names so: others in the folder may hold the same weights for other programs
     files = Path(model).expanduser().glob("model*.safetensors") if is_quantised and model is not None else ()
     stored = sum(file.stat().st_size for file in files)
     weights = stored or weight_bytes(skeleton, torch_dtype.itemsize)
@@ -124,7 +124,7 @@ def _print_fits(fits: Sequence[CacheFit], title: str, batch: int | None) -> None
 
 
 def _print_room(fits: Sequence[CacheFit], memory: str, weights: int, host_memory: str | None) -> None:
-    """Say what the numbers of requests are made of."""
+    """Print how the numbers of requests were computed."""
     from condense.models.fit import USED
 
     print(

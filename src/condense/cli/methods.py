@@ -58,7 +58,7 @@ def paragraphs(documented: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """A setting's value as text: of several those between commas."""
+    """A setting's value as text; several values stand between commas."""
     return (", ".join(map(str, value)) or "none") if isinstance(value, tuple) else str(value)
 
 

@@ -103,7 +103,7 @@ def _ask_hub(model: str) -> None:
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError
 
-    file = "config.json"  # which an adapter's repository may lack
+    file = "config.json"  # an adapter's repository may lack it
     if not isinstance(try_to_load_from_cache(model, file), str):
         with suppress(EntryNotFoundError):
             get_hf_file_metadata(hf_hub_url(model, file))

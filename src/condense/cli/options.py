@@ -25,7 +25,7 @@ CHOICE_HELP = METHOD_HELP + " By layer, repeated: recall@2,3 and cca@rest; or @F
 CHOICES_HELP = METHOD_HELP + " Repeatable. By layer, as one: recall@2,3+cca@rest; or @FILE from condense calibrate."
 MODEL_HELP = "Folder or hub name of a causal LM. Default: bundled."
 CHAT_HELP = "Put the prompt into the tokenizer's chat template, as a user's message."
-# what the bundled model learned
+# the method that the bundled model was trained with
 DEMO_METHOD = "cca:window=256,summary=streaming,key_pooling=select,rep_bias=log_size"
 
 Model = Annotated[str | None, typer.Option(help=MODEL_HELP)]
@@ -40,7 +40,7 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace existing r
 
 
 def load_library(context: typer.Context) -> None:
-    """Call what `condense.cli.main.main` got to load the library."""
+    """Load the library by the function that `condense.cli.main.main` was given."""
     if context.obj is not None:
         context.obj()
 
@@ -49,8 +49,8 @@ class Command(TyperCommand):
     """A command that loads the library before its function runs, whose imports are inside of it."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse. Raises ValueError for an option of one value that is given twice, as the first would be lost."""
-        given = [*args]  # which parsing empties
+        """Parse arguments. Raises ValueError for an option of one value given twice, since the first would be lost."""
+        given = [*args]  # a copy, because parsing empties the list
         rest = super().parse_args(ctx, args)
         order: list[Any] = [] if ctx.resilient_parsing else self.make_parser(ctx).parse_args(args=given)[2]
         for option in order:
@@ -153,8 +153,8 @@ def plain_table(
     title: str | None = None, *, left: Sequence[str] = (), right: Sequence[str] = (), is_whole: bool = False,
     rows: Iterable[Sequence[str]] = (),
 ) -> Table:  # fmt: skip
-    """A table with one line, under its head. left, right: headings by the side that their cells stand on; is_whole: in
-    a narrow terminal the cells on the right are cut, not folded.
+    """A table with one line, under its head. left, right: headings of columns aligned to that side; is_whole: in a
+    narrow terminal the cells on the right are cut, not folded.
     """
     from rich import box
     from rich.table import Table

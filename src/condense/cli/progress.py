@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 _FIRST, _BETWEEN = 5, 30  # seconds: a short command prints nothing
-_PERIOD = 3600  # seconds by which the time that is left is estimated
+_PERIOD = 3600  # most seconds of past progress by which the time that is left is estimated
 
 
 class Lines(Progress):
@@ -19,11 +19,11 @@ class Lines(Progress):
         self._next, self._has_begun = self.get_time() + _FIRST, False
 
     def advance(self, task_id: TaskID, advance: float = 1) -> None:
-        """As `update`."""
+        """Advance a task, and print the line if it is time."""
         self.update(task_id, advance=advance)
 
     def update(self, task_id: TaskID, **changes: Any) -> None:
-        """As of `Progress`, and print the line if it is time."""
+        """Change a task as `Progress` does, and print the line if it is time."""
         super().update(task_id, **changes)
         now = self.get_time()
         if now >= self._next or (self._has_begun and self.finished):

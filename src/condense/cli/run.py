@@ -29,8 +29,8 @@ def run_command(
 ) -> None:
     """Run a module, as python -m does, with condense imported.
 
-    Models that were saved condensed are so when it loads them. Processes that it starts are on their own. Of lm_eval,
-    --model condense --model_args pretrained=DIR,condense=recall-host condenses a stock model.
+    Models that were saved condensed are condensed when it loads them. Processes that it starts are on their own. With
+    lm_eval, --model condense --model_args pretrained=DIR,condense=recall-host condenses a stock model.
     """
     if module is None:
         if context.args not in ([], ["--help"]):

@@ -125,7 +125,7 @@ def recipes_command(
     elif name in PRESETS:
         print(PRESETS[name].read_text(encoding="utf-8").rstrip())
     elif name in RECIPES:
-        # what follows the first paragraphs is for who calls the function
+        # the paragraphs after these are for callers of the function
         console.print(paragraphs(RECIPES[name]).partition("\n\nmethod:")[0].rstrip() + "\n")
         console.print(_settings_of_adapt() if name == "adapt" else _phases(RECIPES[name]([Path("TEXT")], Path("DIR"))))
     else:

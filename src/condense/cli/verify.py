@@ -72,7 +72,7 @@ def verify_command(
         contents = [_measured(loaded, tokenizer, name, text or [], chosen, lengths=lengths, **numbers)]
     try:
         _print(contents)  # before files are written, which may fail on a full disk
-    finally:  # also where they cannot be shown, as in a pipe that was closed
+    finally:  # write files even if results cannot be shown, as in a closed pipe
         if json is not None:
             write_results(json, contents[0], seed=seed, device=loaded.device, overwrite=overwrite)
         if page is not None:
