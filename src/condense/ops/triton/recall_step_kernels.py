@@ -53,6 +53,12 @@ def _load_part(at, LO: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
+def _transposed(acc):
+    """Accumulators ``[V, BR]`` as ``[BR, V]``, and the other way round."""
+    return [tl.trans(x) for x in acc]
+
+
+@triton.jit
 def _split(softmax, V: tl.constexpr):
     """The softmax with values in the parts of `to_words`."""
     return Softmax([tl.trans(x) for x in to_words(tl.trans(softmax.acc[0]), V)], softmax.m, softmax.total)
@@ -195,15 +201,6 @@ def _turned(softmax, rotation_ptr, FORM: tl.constexpr):
     return Softmax((acc * (1 / block_width(FORM.D)),), softmax.m, softmax.total)
 
 
-@triton.jit
-def _share(tiles, more, share, shares):
-    """The first tile of a share of all tiles and of so many more at their end, which are not there, and the one behind
-    the last.
-    """
-    whole = tiles + more
-    return tl.minimum(whole * share // shares, tiles), tl.minimum(whole * (share + 1) // shares, tiles)
-
-
 class Centres(namedtuple("Centres", "score top total splits")):
     """Scores of centres as `condense.ops.triton.recall_step_score_kernels` writes them, of one KV head.
 
@@ -277,7 +274,7 @@ def rest_of(
     return Softmax(mean, weight + tl.log2(one * FORM.g), one)
 
 
-@triton.jit(do_not_specialize=("least", "part", "of"))
+@triton.jit(do_not_specialize=("least", "part", "of", "mean_tiles"))
 def recall_attend_kernel(
     q_ptr, signs_ptr, steps_ptr, store_ptr, ring_k_ptr, ring_v_ptr, sums_ptr, slots_ptr, turned_ptr, rotation_ptr,
     base_ptr, groups_ptr, place_ptr, centre_ptr, centre_top_ptr, centre_total_ptr, seen_ptr, real_ptr, part_ptr,
@@ -297,8 +294,8 @@ def recall_attend_kernel(
     groups, BN tokens at a time, of one group or of several. own: splits that read open groups alone; 0 if all read of
     both lists. BM: above 0, the last split begins with the mean: the one token that stands for the closed groups that
     are not open. For this it reads BM at once of the scores of centres, whose rows are ``s_centre`` long, and of the
-    ``splits`` that `recall_score_kernel` wrote of them; and one of the sums, of which a ring has ``num_sums``. So its
-    share is smaller by ``mean_tiles``.
+    ``splits`` that `recall_score_kernel` wrote of them; and one of the sums, of which a ring has ``num_sums``. Its
+    share of open groups is smaller by ``mean_tiles``; if that is 0, it has no share at all.
 
     most_opened: stride of ``groups`` and ``place``; with part and of the numbers of
     `condense.ops.recall.choice.Quota`. near, far: tables of the pages of tokens and of records, for which scores and
@@ -331,10 +328,12 @@ def recall_attend_kernel(
     tiles, lane = tl.cdiv(tokens, BN), tl.arange(0, BN)
     q = load_rows(q_ptr + b * s_qb + kvh * R * s_qh, r.to(tl.int64) * s_qh, r < R, FORM.D0, FORM.D1)  # [BR, D]
     # matrix units take rows by 16 and columns by 8, and few query heads share a KV head: keys are the rows
-    acc = [tl.trans(x) for x in zeros(BR, FORM.V0, FORM.V1)]  # [V, BR]
+    acc = _transposed(zeros(BR, FORM.V0, FORM.V1))  # [V, BR]
     softmax = Softmax(acc, tl.full([BR], float("-inf"), tl.float32), tl.zeros([BN, BR], tl.float32))
-    if BM > 0:  # noqa: SIM102 - known when the kernel is compiled
-        if split == S - 1:
+    if BM > 0:
+        # a split of its own, or the last one's, which then has so much less of the open groups
+        alone, is_last = mean_tiles == 0, split == S - 1
+        if is_last:
             scores, of_head = ((head if FAR is None else kvh) * R + r) * s_centre + this.start, head * R * splits
             centres = Centres(centre_ptr + scores, centre_top_ptr + of_head, centre_total_ptr + of_head, splits)
             sums = address.head_sums(sums_ptr, head, kvh, num_sums, near_ptr, DV if DV > 0 else D, NEAR)
@@ -342,11 +341,15 @@ def recall_attend_kernel(
             waits: tl.constexpr = EARLY and not APART
             rest = rest_of(centres, sums, groups_ptr, count, closed, (t + 1) // g, r, R, BM, FORM, waits, NEAR)
             total = tl.where((lane == 0)[:, None], rest.total[None, :], 0.0)
-            softmax = Softmax([tl.trans(x) for x in rest.acc], rest.m, total)
-    # as many tiles as the mean takes time for are added to a list of which the last split has a share, at its end
-    mean_tiles = tl.where(count < closed, mean_tiles, 0)
-    in_ring = tl.where(APART | (own > 0), mean_tiles, 0)
-    lo, hi = _share(tiles, in_ring, tl.maximum(split - own, 0), S - own)
+            softmax = Softmax(_transposed(rest.acc), rest.m, total)
+        if is_last & alone & (not APART):
+            mean = Softmax(_transposed(softmax.acc), softmax.m, tl.sum(softmax.total, 0))
+            store_part(part_ptr, lse_ptr, mean, part_row, r < R, FORM.V0, FORM.V1)
+            return
+        S -= alone.to(tl.int32)
+        mean_tiles = tl.where(count < closed, mean_tiles, 0)
+    share, shares = tl.maximum(split - own, 0), S - own
+    lo, hi = tiles * share // shares, tl.minimum(tiles * (share + 1) // shares, tiles)
     hi = tl.where(split < own, lo, hi)
     BY_LANES: tl.constexpr = EARLY and q_ptr.dtype.element_ty.is_bf16() and BR <= 8
     LANES: tl.constexpr = BY_LANES and lane_tokens.fits(FORM.bits, g, D, DV, BN, HAS_SLOTS)
@@ -410,7 +413,8 @@ def recall_attend_kernel(
     opened = _Opened(groups_ptr, count, groups_ptr if FAR is None else far_ptr, signs_ptr, steps_ptr)
     tiles = tl.cdiv(count, BG) * PARTS
     shares = tl.where(own > 0, own, S)
-    lo, hi = _share(tiles, mean_tiles - in_ring, tl.minimum(split, shares), shares)
+    share, shared = tl.minimum(split, shares), tiles + mean_tiles
+    lo, hi = tl.minimum(shared * share // shares, tiles), tl.minimum(shared * (share + 1) // shares, tiles)
     n, token = tl.arange(0, BG), tl.arange(0, T)
     if WORDS:
         room = most_opened if FAR is None else G
@@ -470,7 +474,7 @@ def recall_attend_kernel(
             softmax = _joined(Softmax([x + shift for x in softmax.acc], softmax.m, softmax.total), DV)
     if LANES:
         softmax = _with_lanes(softmax, sums)
-    acc = [tl.trans(x) for x in softmax.acc]
+    acc = _transposed(softmax.acc)
     if FORM.bits < 16 and DV == 0:
         acc = (turned_part(acc[0], rotation_ptr, 0, FORM.V0, D, True, EXACT),)
     total = tl.sum(softmax.total, 0)

@@ -78,7 +78,8 @@ class StepTiles(NamedTuple):
 
 class Splits(NamedTuple):
     """The splits of a KV head's work. ahead: those whose open groups another kernel reads; attend: those of the kernel
-    that attends; own: how many of these read open groups alone; mean_tiles: how many tiles take as long as the mean.
+    that attends; own: how many of these read open groups alone; mean_tiles: by how many tiles the last one's share is
+    smaller, as it reads the mean; 0: there is none, or the last one reads nothing else.
     """
 
     ahead: int
@@ -165,16 +166,19 @@ def splits_of(shape: StepShape, tiles: StepTiles, opened: int, has_mean: bool) -
     if tiles.opened is not None:
         programs = B * cdiv(H, latent_groups.HEADS.value)
         ahead, *_ = num_splits(device, programs, cdiv(opened, tiles.opened.rows), tiles.opened.waves)
-        return Splits(ahead, cdiv(cdiv(tokens, tiles.attend.rows), _RING_TILES) + has_mean, 0, _RING_TILES)
+        return Splits(ahead, cdiv(cdiv(tokens, tiles.attend.rows), _RING_TILES) + has_mean, 0, 0)
     attend, programs = tiles.attend, B * K * cdiv(H // K, tiles.heads)
     of_groups, of_ring = (cdiv(n, attend.rows) for n in (opened, tokens))
     most, *_ = num_splits(device, programs, of_groups + of_ring, attend.waves)
     if attend.least > 0:
         half, *_ = num_splits(device, programs, of_groups + of_ring, attend.waves // 2)
         most = min(most, max(half, cdiv(of_groups, attend.least)))
-    # at least one reads open groups alone, by their share of the work, or none does
     weight, own = tiles.weight * opened, 0
+    mean_tiles = cdiv(_MEAN_TOKENS + opened // _OPENED_OF_MEAN, attend.rows) if has_mean else 0
+    # with so few tiles to a split the mean takes twice as long as these
+    alone = has_mean and (weight > 0 or 2 * of_groups < mean_tiles * (most - 1))
+    most = max(1, most - alone)
+    # at least one reads open groups alone, by their share of the work, or none does
     if weight > 0 and most > 1:
         own = max(1, min(most - 1, round(most * weight / (weight + tokens))))
-    mean_tiles = cdiv(_MEAN_TOKENS + opened // _OPENED_OF_MEAN, attend.rows) if has_mean else 0
-    return Splits(0, most, own, mean_tiles)
+    return Splits(0, most + alone, own, 0 if alone else mean_tiles)
