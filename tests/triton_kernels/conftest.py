@@ -41,8 +41,7 @@ def hopper(monkeypatch):
     from condense.ops.triton import host, latent_groups_kernels, launch, recall_step_plan, recall_step_tiles
 
     ran, folder = ptx.install(monkeypatch), "condense.ops.triton"
-    modules = "recall_close_kernels", "recall_step_kernels", "recall_step_score_kernels", "recall_step_choice_kernels"
-    for module in (*modules, "step_kernels"):
+    for module in ("recall_close_kernels", "recall_step_kernels", "recall_step_score_kernels", "step_kernels"):
         for name in ("gdc_wait", "gdc_launch_dependents"):
             monkeypatch.setattr(f"{folder}.{module}.{name}", lambda: None, raising=False)
     places = (recall_step_plan, "num_splits"), (recall_step_tiles, "num_splits"), (recall_step_tiles, "_table")

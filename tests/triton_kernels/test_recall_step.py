@@ -229,7 +229,7 @@ def test_the_best_groups_are_chosen_and_of_equals_the_first(closed, wanted, leve
     top, total = torch.zeros(K, R, 2, device=DEVICE), torch.full((K, R, 2), 0.5, device=DEVICE)
     chosen = torch.full((K, groups), -1, dtype=torch.int32, device=DEVICE)
     seen, none = torch.tensor([[closed - 1], [0]], dtype=torch.int32, device=DEVICE)
-    ranking = Ranking(groups, max(0, (groups // 1024).bit_length() - 1), 0, 1, 2, 2, False)
+    ranking = Ranking(groups, max(0, (groups // 1024).bit_length() - 1), 0, 1, 2, 2)
     recall_choose_kernel[(K,)](
         score, top, total, seen, none, chosen, none, none, none, none, none, none, None, None, None, None, None, 1, 0,
         K, R, groups, 2, 0, groups, wanted, 0, 1, 1, groups, ranking, False, False, None, num_warps=8,

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
 
 from condense.ops.triton.device import lanes
 from condense.ops.triton.device.address import form_place, head_rows, part_at, place_row
@@ -22,8 +21,7 @@ class Ranking(NamedTuple):
 
     groups: that a KV head has room for, as a power of two. halvings: times that this is halved for rows with fewer.
     slots_tile, open_tile, splits_tile, heads_tile: slots, open groups, for slots, splits of the scores, and query heads
-    that are read at once, as powers of two; slots_tile 0 without slots. crowded: there are more programs than
-    multiprocessors.
+    that are read at once, as powers of two; slots_tile 0 without slots.
     """
 
     groups: int
@@ -32,7 +30,6 @@ class Ranking(NamedTuple):
     open_tile: int
     splits_tile: int
     heads_tile: int
-    crowded: bool
 
 
 class _Lists(namedtuple("_Lists", "groups place held order slot_of used free")):
@@ -250,13 +247,8 @@ def recall_choose_kernel(
     in pages only the first ``slot_rows`` rows have some. stamps, tags, clock: as in
     `condense.ops.step.pages.PagedSlots`, None without slots.
     """
-    if RANKING.crowded:
-        # programs that attend would share the multiprocessors with those that choose, and hold them up
-        if EARLY:
-            gdc_wait()
-    else:
-        # first of all: the kernel that attends is launched then, and reads scores and turned queries before it waits
-        after_the_last(EARLY)
+    # first of all: the kernel that attends is launched then, and reads scores and turned queries before it waits itself
+    after_the_last(EARLY)
     head = tl.program_id(0).to(tl.int64)
     b, kvh = head // K, head % K
     this = row_of_step(seen_ptr, real_ptr, before_ptr, b, window, G, g, HAS_REAL, FAR is not None)

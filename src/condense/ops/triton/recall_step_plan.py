@@ -153,12 +153,12 @@ def plan_of(shape: StepShape) -> Plan:
 def _ranking_of(shape: StepShape, groups: int, r: int, splits: int) -> tuple[Ranking, dict[str, int]]:
     """The constants and options of the kernel that chooses. groups: as a power of two; splits: of the scores."""
     device, H, B, K, slots = shape.device, shape.H, shape.sizes.rows, shape.sizes.heads, shape.slots
-    crowded = device.type == "cuda" and gpu_of(device).multiprocessors < B * K
-    warps = max(4, min(16, power_of_2(max(groups // (_OF_THREAD << crowded), slots)) // 32))
+    shared = device.type == "cuda" and gpu_of(device).multiprocessors < B * K
+    warps = max(4, min(16, power_of_2(max(groups // (_OF_THREAD << shared), slots)) // 32))
     ranking = Ranking(
         groups, max(0, (groups // _FEW_RANKED).bit_length() - 1), power_of_2(slots) if slots else 0,
         power_of_2(max(r, 1)) if slots else 1, power_of_2(max(splits, _LEAST_SPLITS)),
-        max(1, min(16, power_of_2(H // K), _SCORES_OF_THREAD * 32 * warps // groups)), crowded,
+        max(1, min(16, power_of_2(H // K), _SCORES_OF_THREAD * 32 * warps // groups)),
     )  # fmt: skip
     most = {"maxnreg": 128} if device.type == "cuda" else {}  # the most that 16 warps can have
     return ranking, {"num_warps": warps, **most}
