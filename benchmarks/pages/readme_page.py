@@ -128,14 +128,13 @@ def lost(documents: Documents, name: str | None = None) -> list[str]:
     return [form.format(value) if value > 0 else "nothing" for value, form in cells]
 
 
-def _only(documents: Documents, start: str) -> Any:
-    """The content of the one result whose name begins so."""
-    (found,) = (x["results"] for name, x in documents.items() if name.startswith(start))
-    return found
+def _runs(documents: Documents, start: str) -> list[Any]:
+    """The contents of all results whose names begin so."""
+    return [x["results"] for name, x in documents.items() if name.startswith(start)]
 
 
 def _longest(documents: Documents) -> int:
-    return int(_only(documents, _DENSE)["decode-130561"][0][0]["cached_tokens"])
+    return int(_runs(documents, _DENSE)[0]["decode-130561"][0][0]["cached_tokens"])
 
 
 def _running(documents: Documents, attention: str) -> int:
@@ -145,9 +144,9 @@ def _running(documents: Documents, attention: str) -> int:
 
 def _untouched(documents: Documents, start: str) -> tuple[float, float]:
     """Milliseconds per token of one request of the longest prompts, and the most tokens a second of any number of them,
-    in the run of a model as it is whose name begins so: medians of its rounds.
+    in the runs of a model as it is whose names begin so: medians of their rounds.
     """
-    steps = {rows: median(ms) for rows, ms in serving_page.decode_rows([_only(documents, start)], 130561).items()}
+    steps = {rows: median(ms) for rows, ms in serving_page.decode_rows(_runs(documents, start), 130561).items()}
     return steps[1], max(1000 * rows / ms for rows, ms in steps.items())
 
 
@@ -213,20 +212,23 @@ def _opened(method: Method) -> int:
 
 def _engine(documents: Documents) -> tuple[float, float]:
     """The same of dense vLLM, in the run beside Recall's; its prompts are a few hundred tokens shorter."""
-    return min(_only(documents, _DENSE)["first"]), _untouched(documents, _DENSE)[0]
+    return _first(documents, _DENSE), _untouched(documents, _DENSE)[0]
 
 
 def _served(documents: Documents) -> dict[tuple[str, int], float]:
     """The engine's seconds to a first token (0) and milliseconds per token (1) under named settings."""
     found = {}
-    for stem, document in documents.items():
-        if stem.startswith((_DEVICE, "recall-host-speed-", "slots-recall-host-")):
-            run = document["results"]
-            times = {0: min(run["first"])} if "first" in run else {}
-            times[1], _ = _untouched(documents, stem)
-            # copies on the device change steps alone, and a run of them comes later in the file
-            found |= {(name, i): x for i, x in times.items() for name in NAMES if _is(name, run["settings"])}
+    # copies on the device change steps alone
+    for start in (_DEVICE, "recall-host-speed-", "slots-recall-host-"):
+        times = {0: _first(documents, start), 1: _untouched(documents, start)[0]}
+        settings = _runs(documents, start)[0]["settings"]
+        found |= {(name, i): x for i, x in times.items() for name in NAMES if x and _is(name, settings)}
     return found
+
+
+def _first(documents: Documents, start: str) -> float:
+    """The fewest seconds to a first token in the runs whose names begin so, 0 if none was timed."""
+    return min((x for run in _runs(documents, start) for x in run.get("first", [])), default=0.0)
 
 
 def _quality(documents: Documents, name: str) -> Quality | None:
