@@ -176,9 +176,9 @@ def skeleton(shape):
 
 def test_layers_with_latents_are_served_if_all_are_condensed_and_some_models_by_no_engine():
     model, method = skeleton("minicpm3-4b"), condense.Method.parse("recall-device")
-    layers = served_layers(model, method)
+    layers = served_layers(model, method, 4096)
     assert {(layer.heads, layer.widths, layer.plan is not None) for layer in layers} == {(1, (288, 0), True)}
-    tiny.refused("layer 1 has latents and no method", served_layers, model, {0: method, "rest": condense.Dense()})
+    tiny.refused("layer 1 has latents and no method", served_layers, model, {0: method, "rest": condense.Dense()}, 4096)
     choices = {"own": condense.CCA(group_size=4, window=8)}
     for model, is_served in ((tiny.model("llama", torch.bfloat16), True), (small.model("olmo2"), False)):
         (*_, own) = cache_fits(model, choices, 4096, memory=2**30)
@@ -201,7 +201,7 @@ def test_sliding_layers_keep_their_window_beside_full_ones():
     full = inspect(model, "pooled", LENGTH)[5].bytes
     # in a condensed model's cache 20 tokens more, that can be taken back
     assert pooled.device_bytes == 40 * 1044 * token + 8 * full
-    served = served_layers(model, condense.Method.parse("pooled"))
+    served = served_layers(model, condense.Method.parse("pooled"), 4096)
     assert [layer.sliding for layer in served] == ([1024] * 5 + [None]) * 8
     assert [layer.plan is None for layer in served] == ([True] * 5 + [False]) * 8
     # entries, the window, and beside it the newest queries and what waits to be pooled

@@ -97,6 +97,14 @@ FAR = page_sizes(KEPT).far
 PAGES = torch.empty(10, 2, FAR // 4, 1, dtype=torch.uint8)
 
 
+@pytest.mark.parametrize(("longest", "slots"), [(None, 64), (1000, 64), (250, 62), (3, 0)])
+def test_no_request_has_more_slots_than_groups(longest, slots):
+    layer = ServedLayer(serving_plan(HOST, longest), 2, (16, 32), torch.float32)
+    assert layer.copied_bytes == 2 * slots * layer.host_slot_bytes
+    plans = serving_plans(settings_of({0: HOST, 1: condense.Dense()}), longest)
+    assert [plan.settings.choice.store.slots for plan in plans.values()] == [slots]
+
+
 def layers_of(*methods):
     """The layers of Llama-3.1-8B, with these methods in turn; None for dense attention."""
     plans = [None if method is None else serving_plan(method) for method in methods]

@@ -86,7 +86,7 @@ def _served(
     layers: list[ServedLayer] = []
     if type(model).__name__ in ARCHITECTURES:
         with suppress(ValueError):
-            layers = served_layers(model, choice, itemsize)
+            layers = served_layers(model, choice, length, itemsize)
     if not any(layer.plan for layer in layers):
         return None, None
     one = blocks_of_request(layers, length)

@@ -79,12 +79,15 @@ def cache_shares(layers: Sequence[LayerReport]) -> tuple[float, float]:
     return sum(layer.bytes for layer in layers) / dense, sum(layer.host_bytes for layer in layers) / dense
 
 
-def served_layers(model: nn.Module, method: MethodChoice, itemsize: int = 2) -> list[ServedLayer]:
-    """The layers as vLLM runs them. Raises ValueError as `inspect`, and for methods and layers that are not served."""
+def served_layers(model: nn.Module, method: MethodChoice, longest: int, itemsize: int = 2) -> list[ServedLayer]:
+    """The layers as vLLM runs them for requests of up to ``longest`` tokens.
+
+    Raises ValueError as `inspect`, and for methods and layers that are not served.
+    """
     chosen, layers = chosen_methods(model, method), []
     for i, module in attention_layers(model).items():
         heads, own = _Heads.of(module).cached, chosen.get(i, Dense())
-        plan = None if isinstance(own, Dense) else serving_plan(own)
+        plan = None if isinstance(own, Dense) else serving_plan(own, longest)
         if plan is None and is_latent(module):
             raise ValueError(f"layer {i} has latents and no method, which is not served")
         widths, sliding = (heads.width, heads.value_width), sliding_window(module)

@@ -96,11 +96,16 @@ class ServingPlan:
         return groups if most is None else next(n for n in range(max(most, 1), groups + 1) if groups % n == 0)
 
 
-def serving_plan(method: Method) -> ServingPlan:
-    """The pages of a method. Raises ValueError, with all reasons, for a method that cannot be served in pages."""
+def serving_plan(method: Method, longest: int | None = None) -> ServingPlan:
+    """The pages of a method. longest: tokens of the longest request, which takes no more slots than it has groups.
+
+    Raises ValueError, with all reasons, for a method that cannot be served in pages.
+    """
     if not isinstance(method, GroupPooling | Recall | StreamingLLM):
         raise ValueError(f"method must be one of {_SERVED} to be served, got {method}: others run with model.generate")
     settings = step_settings(method)
+    if isinstance(method, Recall) and longest is not None:
+        settings = step_settings(method.replace(slots=min(method.slots, longest // method.group_size)))
     if settings.num_summary == 0:
         settings = replace(settings, summary_delay=0)
     g, delay, num_summary = settings.rule.chunk, settings.summary_delay, settings.num_summary
@@ -139,8 +144,9 @@ def serving_plan(method: Method) -> ServingPlan:
     return ServingPlan(settings)
 
 
-def serving_plans(saved: Any) -> dict[int, ServingPlan]:
-    """The plan of each condensed layer, from ``config.condense``; layers with `Dense` stay the engine's own.
+def serving_plans(saved: Any, longest: int | None = None) -> dict[int, ServingPlan]:
+    """The plan of each condensed layer, from ``config.condense``; layers with `Dense` stay the engine's own. longest:
+    as for `serving_plan`.
 
     Raises ValueError, with all reasons and layers, for methods that cannot be served, and if no layer is left.
     """
@@ -153,7 +159,7 @@ def serving_plans(saved: Any) -> dict[int, ServingPlan]:
     for method in dict.fromkeys(methods.values()):
         layers = [i for i in methods if methods[i] == method]
         try:
-            plans |= dict.fromkeys(layers, serving_plan(method))
+            plans |= dict.fromkeys(layers, serving_plan(method, longest))
         except ValueError as error:
             where = f"layers {layers_as_text(layers)}: " if len(layers) < len(named) else ""
             wrong.append(f"{where}{error}")

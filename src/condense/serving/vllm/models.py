@@ -32,7 +32,7 @@ def condense_layers(model: nn.Module, vllm_config: VllmConfig) -> None:
         raise ValueError(
             "the model's configuration must name its methods as `condense`, got none: start it with `condense serve`"
         )
-    plans = serving_plans(settings)
+    plans = serving_plans(settings, vllm_config.model_config.max_model_len)
     places = [
         (parent, name, child)
         for parent in model.modules()
