@@ -35,20 +35,20 @@ class Group(NamedTuple):
 def close(k: Tensor, v: Tensor) -> Group:
     """Make a group of its tokens k ``[g, D]`` and v ``[g, Dv]``, once they have left the window."""
     # the rotation keeps scores and makes a key's numbers similar in size, so their signs hold most of the key
-    turned = k @ rotation(k.shape[1], k.device).double()
-    mean, P = turned.mean(0), block_width(k.shape[1])
+    rotated = k @ rotation(k.shape[1], k.device).double()
+    mean, P = rotated.mean(0), block_width(k.shape[1])
     digits, power = torch.frexp(mean.abs().max() / 15)
     unit = torch.ldexp((16 * digits).ceil() / 16, power)
-    rest = turned - (centre := unit * (2 * (mean / (2 * unit) + 8).floor().clamp(0, 15) - 15))
+    rest = rotated - (centre := unit * (2 * (mean / (2 * unit) + 8).floor().clamp(0, 15) - 15))
     return Group(k, v, centre / P, rest.sign(), rest.square().sum(1) / rest.abs().sum(1) / P)
 
 
 def score(q: Tensor, group: Group, scale: float) -> tuple[Tensor, Tensor]:
     """Score a group for a query ``[D]`` by its index alone: its centre, and the largest of its tokens, estimated."""
-    turned = q @ rotation(len(q), q.device).double()
-    turned = (turned / (unit := turned.abs().max() / 127)).round()  # to 8 bits
-    centre = group.centre @ turned
-    return scale * unit * centre, scale * unit * (centre + (group.signs @ turned * group.steps).max())
+    rotated = q @ rotation(len(q), q.device).double()
+    rotated = (rotated / (unit := rotated.abs().max() / 127)).round()  # to 8 bits
+    centre = group.centre @ rotated
+    return scale * unit * centre, scale * unit * (centre + (group.signs @ rotated * group.steps).max())
 
 
 def attend(scores: list[Tensor], values: list[Tensor]) -> Tensor:

@@ -3,7 +3,7 @@
 import torch
 
 from condense.ops import ArraySpans, Source, Span, attend
-from condense.ops.recall import choose_groups, index_scores, turned_queries
+from condense.ops.recall import choose_groups, index_scores, rotated_queries
 
 
 def two_sources(entries_k, entries_v, window_k, window_v, bias=None):
@@ -46,7 +46,7 @@ def others_are_near_ties(mask, closed, quota, q, index, scale):
         is_closed = torch.arange(scores.shape[-1], device=scores.device) < closed[..., None]
         # products of D numbers, accumulated in float32, and a query's two numbers that are rounded to the other side
         error = 64 * torch.finfo(torch.float32).eps * scores[is_closed.expand_as(scores)].abs().max()
-        error += 2 * scale * turned_queries(q)[1].max() * index.steps.max()
+        error += 2 * scale * rotated_queries(q)[1].max() * index.steps.max()
         scores = scores.masked_fill(~is_closed, -torch.inf)
         shares = (scores - scores.logsumexp(-1, keepdim=True)).unflatten(1, (K, -1)).amax(2)
         largest, least = (shares.masked_fill(~others, x) for x in (-torch.inf, torch.inf))

@@ -26,8 +26,8 @@ from condense.ops.recall import (
     RecallSources,
     choose_groups,
     index_scores,
+    rotated_queries,
     rotation,
-    turned_queries,
 )
 from condense.ops.recall.index import QUERY_LEVELS
 from condense.ops.recall.rest import rest_weights, with_rest
@@ -167,7 +167,7 @@ def _opened(q: Tensor, closed: Tensor, quota: Quota, index: GroupIndex, scale: f
     is_closed = torch.arange(G, device=q.device) < closed[..., None]
     eps = torch.finfo(torch.float32).eps
     error = 64 * eps * float(scores.masked_fill(~is_closed, 0.0).abs().max())
-    unit = turned_queries(wide)[1]
+    unit = rotated_queries(wide)[1]
     numbers = wide @ rotation(D, q.device).double() / unit
     near_half = ((numbers - numbers.floor() - 0.5).abs() < QUERY_LEVELS * D * eps).sum(-1, keepdim=True)
     of_rounding = (near_half * unit).unflatten(1, (K, -1)).amax((2, 4)) * scale * float(index.steps.max())

@@ -90,11 +90,11 @@ def test_bytes_of_an_entry():
 
 def check_keys(got, k, bits):
     D, dtype = k.shape[-1], k.dtype
-    P, turn, index = block_width(D), rotation(D, k.device, torch.float64), split_keys(k)[0]
-    x, error = k.double() @ turn / P, ((got.double() - k.double()) @ turn / P).abs()
+    P, matrix, index = block_width(D), rotation(D, k.device, torch.float64), split_keys(k)[0]
+    x, error = k.double() @ matrix / P, ((got.double() - k.double()) @ matrix / P).abs()
     rest = x - index.steps[..., -1:, None].double() * index.centres(D, torch.float64)[..., None, :]
     step = rest.abs().amax(-1, keepdim=True) / 2 ** (bits + 1) * (1 + torch.finfo(dtype).eps) ** 2
-    # turned numbers and keys are rounded to their dtype, sums of D numbers in float32
+    # rotated numbers and keys are rounded to their dtype, sums of D numbers in float32
     size = (x.abs().amax(-1, keepdim=True) + k.double().abs().sum(-1, keepdim=True) / P) * (1 + 2**-bits)
     rounded = torch.finfo(dtype).eps + 2 * D * torch.finfo(torch.float32).eps
     assert bool((error <= step + rounded * size).all())

@@ -187,7 +187,7 @@ def spills(kernel, folder):
     return int(re.search(r"(\d+) bytes spill stores", said)[1])
 
 
-# rows, heads, widths, slots; products of matrix units, and numbers of two codes that a thread makes for a tile
+# rows, heads, widths, slots; products of tensor cores, and numbers of two codes that a thread makes for a tile
 LATENTS = [
     (1, 16, (512, 576), 0, 36 + 16 + 4, 72),
     (4, 16, (512, 576), 0, 36 + 32 + 4, 144),
@@ -199,7 +199,7 @@ LATENTS = [
 
 @pytest.mark.parametrize(("rows", "heads", "widths", "slots", "products", "made"), LATENTS, ids=str)
 def test_steps_on_latents(rows, heads, widths, slots, products, made, compiled, tmp_path):
-    """Matrix units of Hopper multiply whole numbers of 8 bits, and codes that become bfloat16 in shared memory."""
+    """Tensor cores of Hopper multiply whole numbers of 8 bits, and codes that become bfloat16 in shared memory."""
     latent, D = widths
     settings = with_store(step_settings(condense.Recall(window=64, num_recall=8, store_bits=4)), slots=slots)
     take_a_step(settings, rows, (heads, 1), (D, 0), latent=latent)
@@ -207,10 +207,10 @@ def test_steps_on_latents(rows, heads, widths, slots, products, made, compiled, 
     check_side_by_side(kernels["recall_score_kernel"], "shr.b32 c, $1, $2;", 4)
     ptx = {name: kernel.asm["ptx"] for name, kernel in kernels.items()}
     assert re.search(r"wgmma\.mma_async\.[a-z0-9.]*\.s32\.s8\.s8", ptx["recall_score_kernel"])
-    # scores wait for queries that are turned, turning for what closes a group
-    assert [ptx[f"recall_{x}_kernel"].count("griddepcontrol.wait") for x in ("turn", "score")] == [1, 3]
+    # scores wait for rotated queries, the rotation for the kernel that closes a group
+    assert [ptx[f"recall_{x}_kernel"].count("griddepcontrol.wait") for x in ("rotate", "score")] == [1, 3]
     if D == 576:
-        # the keys of a group that closes are turned once: 16 times 1024 columns in blocks of 64, 128 of them at a time
+        # the keys of a group that closes are rotated once: 16 times 1024 columns in blocks of 64, 128 of them at a time
         assert ptx["recall_close_kernel"].count("wgmma.mma_async") == 2 * 4
     # once in the loop over tiles
     assert ptx["latent_groups_kernel"].count("wgmma.mma_async") == products
@@ -297,7 +297,7 @@ def test_the_kernels_of_a_prompt(widths, compiled, monkeypatch):
 
     # sizes of tiles as on a GPU
     places = (attend, "tiles_of", 2), (recall_score, "_tiles", 1), (recall_choice, "queries_per_program", 1)
-    for module, name, i in (*places, (recall_attend, "_rows", 1), (recall_score, "_turning", 1)):
+    for module, name, i in (*places, (recall_attend, "_rows", 1), (recall_score, "_rotation_tile", 1)):
         original = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *a, f=original, i=i: f(*a[:i], True, *a[i + 1 :]))
     monkeypatch.setattr(hopper_attend, "gpu_of", lambda device: host.Gpu((9, 0), 132))

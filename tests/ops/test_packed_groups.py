@@ -1,9 +1,9 @@
 """Groups of Recall, index and store, as two backends have packed them, held to each other number by number; and tests
 of this comparison, which lets differ what lies at a border, and nothing else.
 
-Kernels turn keys by sums in another order than PyTorch's. Each number is computed again in float64 from the keys, and
+Kernels rotate keys by sums in another order than PyTorch's. Each number is computed again in float64 from the keys, and
 from the packed numbers that it depends on. A chain of n sums and products is off by at most n roundings of the sum of
-absolute values. One of them is taken as eps: twice what float32 rounds by, because matrix units may cut digits off.
+absolute values. One of them is taken as eps: twice what float32 rounds by, because tensor cores may cut digits off.
 
 Shapes: B rows, K KV heads, G groups of g tokens, D and Dv widths, P columns of a block of the rotation.
 """
@@ -57,13 +57,13 @@ def check_packed(got: Packed, want: Packed, k: Tensor, v: Tensor, bits: int) -> 
 
 
 def _check_index(index: GroupIndex, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Sizes of turned keys ``[B, K, G, g, D]`` less this index's centre, how far float32 is off them, and its eps."""
+    """Sizes of rotated keys ``[B, K, G, g, D]`` less this index's centre, how far float32 is off them, and its eps."""
     (*_, g, D), dtype, W, P = k.shape, k.dtype, sign_bytes(k.shape[4]), oracle_recall.block(k.shape[4])
     eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
-    turn, wide = oracle_recall.rotation(D).to(k.device), k.double()
-    turned, sizes = wide @ turn, wide.abs() @ turn.abs()
+    matrix, wide = oracle_recall.rotation(D).to(k.device), k.double()
+    rotated, sizes = wide @ matrix, wide.abs() @ matrix.abs()
     # P terms, then g of these, and the product with 1 / g, which is rounded too
-    mean, of_mean = turned.mean(3), (P + g + 2) * eps * sizes.mean(3)
+    mean, of_mean = rotated.mean(3), (P + g + 2) * eps * sizes.mean(3)
     step = index.steps[..., -1:].double()
     # a constant that is rounded, and its product
     lo, hi = (
@@ -79,8 +79,8 @@ def _check_index(index: GroupIndex, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     _check_codes((numbers + CENTRE_LEVELS) / 2, place, off, CENTRE_LEVELS, "code of the centre")
     # a number of a centre has 8 bits, so that one difference is all that is rounded
     centre = (unit * numbers)[:, :, :, None]
-    x, off = turned - centre, (P + 1) * eps * (sizes + centre.abs())
-    _check((index.turned(D, torch.float64) > 0) == (x >= 0), "sign", off >= x.abs())
+    x, off = rotated - centre, (P + 1) * eps * (sizes + centre.abs())
+    _check((index.token_signs(D, torch.float64) > 0) == (x >= 0), "sign", off >= x.abs())
     least, most = (x.abs() - off).clamp(min=0), x.abs() + off
     # D terms that are squares; all are positive, so that sums are off by their share
     room = 1 + torch.tensor([-1, 1], dtype=torch.float64, device=k.device) * 2 * (D + 2) * eps

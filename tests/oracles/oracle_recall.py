@@ -32,19 +32,19 @@ def rotation(width):
     return torch.tensor([[number(i, j) for j in range(width)] for i in range(width)], dtype=torch.float64)
 
 
-def centre(turned):
-    """The centre of turned keys, a list of numbers per key: their mean, each number one of 16 evenly around 0."""
-    mean = [sum(column) / len(turned) for column in zip(*turned, strict=True)]
+def centre(rotated):
+    """The centre of rotated keys, a list of numbers per key: their mean, each number one of 16 evenly around 0."""
+    mean = [sum(column) / len(rotated) for column in zip(*rotated, strict=True)]
     digits, power = math.frexp(max(map(abs, mean)) / 15)
     unit = math.ldexp(math.ceil(16 * digits) / 16, power)
     return [unit * (2 * min(15, math.floor(x / (2 * unit) + 8)) - 15) if unit else 0.0 for x in mean]
 
 
 def rounded(query):
-    """The turned query ``[D]`` in whole numbers, and what 1 of these stands for."""
-    turned = (query.double() @ rotation(len(query))).tolist()
-    unit = max(map(abs, turned)) / 127
-    return [round(x / unit) for x in turned], unit / block(len(query))
+    """The rotated query ``[D]`` in whole numbers, and what 1 of these stands for."""
+    rotated = (query.double() @ rotation(len(query))).tolist()
+    unit = max(map(abs, rotated)) / 127
+    return [round(x / unit) for x in rotated], unit / block(len(query))
 
 
 def score(query, keys, scale):

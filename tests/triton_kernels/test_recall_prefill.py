@@ -300,7 +300,7 @@ def test_blocks_of_queries_and_later_tokens_change_no_bit(chosen, monkeypatch):
     ids=str,
 )  # fmt: skip
 def test_scores_are_the_definitions_to_the_bit(g, D, heads, dtype, monkeypatch):
-    """For queries of whole numbers, whose turned sums are exact in any order; over more groups than a tile has."""
+    """For queries of whole numbers, whose rotated sums are exact in any order; over more groups than a tile has."""
     L, results, original = 2 * g + 9, [], recall_choice.score
 
     def keep(q, index, starts, scratch, sizes, *, scale):
@@ -351,7 +351,7 @@ def test_weights_are_the_definitions(g, D, heads, r, dtype, softcap):
         got = recall_attend.rest_weights(*arguments)
     finally:
         torch.use_deterministic_algorithms(False)
-    numbers, unit = (x.double() for x in recall.turned_queries(problem.asked))
+    numbers, unit = (x.double() for x in recall.rotated_queries(problem.asked))
     centres = problem.index.centres(D, torch.float64) * problem.index.steps[..., -1:].double()
     per_head = centres.repeat_interleave(heads[0] // heads[1], 1)
     scores, G = soft_cap(numbers @ per_head.mT * unit * problem.scale, softcap), centres.shape[2]
@@ -366,14 +366,14 @@ def test_weights_are_the_definitions(g, D, heads, r, dtype, softcap):
     assert not bool(some.all())
 
 
-def test_turned_queries_take_of_the_scratch_memory(monkeypatch):
-    """Few groups have few scores, and a block of queries then is as long as its turned queries let it be."""
+def test_rotated_queries_take_of_the_scratch_memory(monkeypatch):
+    """Few groups have few scores, and a block of queries then is as long as its rotated queries let it be."""
     problem, sizes, limit = Problem(Case((2, 2), L=300, window=270, latent=288)), [], 2**18
-    turned, score = recall_score.turned, recall_choice.score
+    rotated, score = recall_score.rotated, recall_choice.score
 
     def measured(*args):
         with Counting() as counting:
-            results = turned(*args)
+            results = rotated(*args)
         sizes[-1] += counting.most_bytes
         return results
 
@@ -383,8 +383,8 @@ def test_turned_queries_take_of_the_scratch_memory(monkeypatch):
 
     recall.rotation(288, torch.device(DEVICE))
     # the interpreter makes tensors of its own
-    monkeypatch.setattr(recall_score, "_TURN", lambda _, tensors, *rest: [x.zero_() for x in tensors[2:]])
-    monkeypatch.setattr(recall_score, "turned", measured)
+    monkeypatch.setattr(recall_score, "_ROTATE", lambda _, tensors, *rest: [x.zero_() for x in tensors[2:]])
+    monkeypatch.setattr(recall_score, "rotated", measured)
     monkeypatch.setattr(recall_choice, "score", counted)
     monkeypatch.setattr(recall_choice, "_SCRATCH", limit)
     recall_choice.choose(*problem.arguments())

@@ -293,7 +293,7 @@ def test_latents(latent, D, bits, scratch):
 
 @pytest.mark.parametrize(("bits", "message"), [(4, "latents of 48 of 64 columns and store_bits=4"), (16, None)])
 def test_latents_that_end_within_a_block_of_the_rotation_are_refused(bits, message):
-    """Their columns could not be turned back; with stores of 16 bits nothing is turned."""
+    """Their columns could not be rotated back; with stores of 16 bits nothing is rotated."""
     settings = with_bits("three-open", bits)
     found = step_obstacle(torch.device(DEVICE), torch.float32, (64, 0), settings, latent=48, entries=9)
     assert message in found if message else found is None
@@ -418,7 +418,7 @@ def test_latents_that_no_other_kernel_reads(scratch):
 
 
 def rounds_alike(q):
-    """Query heads, bool ``[B, H]``, of which no turned number lies so near the middle of two that sums may decide."""
+    """Query heads, bool ``[B, H]``, of which no rotated number lies so near the middle of two that sums may decide."""
     x = q[:, :, 0].double() @ rotation(q.shape[3], q.device, torch.float64)
     steps = x / x.abs().amax(-1, keepdim=True) * QUERY_LEVELS
     error = QUERY_LEVELS * block_width(q.shape[3]) * torch.finfo(torch.float32).eps
@@ -484,7 +484,7 @@ def packed(bits, g, widths, dtype, groups=5):
 
 
 def check_unpacked(got, want):
-    """Values to the bit; keys are turned back, whose sums are added in another order and then rounded."""
+    """Values to the bit; keys are rotated back, whose sums are added in another order and then rounded."""
     assert torch.equal(got[1], want[1])
     (k, of_k), D = (got[0], want[0]), got[0].shape[3]
     rounded = 2 * D * torch.finfo(torch.float32).eps + torch.finfo(k.dtype).eps

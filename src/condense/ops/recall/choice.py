@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from condense.ops.latents import Ranks
-from condense.ops.recall.index import GroupIndex, turned_queries
+from condense.ops.recall.index import GroupIndex, rotated_queries
 from condense.ops.spans import RuleSpans, Source, UniformRule
 from condense.ops.tensors.per_row import IntT, as_rows, at_least, at_most, max_row
 
@@ -202,7 +202,7 @@ def index_scores(q: Tensor, index: GroupIndex, scale: float) -> Tensor:
 @torch.no_grad()
 def centre_scores(q: Tensor, index: GroupIndex, scale: float) -> Tensor:
     """Score of the centre of each group for each query, a part of `index_scores`, of the same shape and dtype."""
-    (B, H, L, D), (_, K, G, _), (numbers, unit) = q.shape, index.steps.shape, turned_queries(q)
+    (B, H, L, D), (_, K, G, _), (numbers, unit) = q.shape, index.steps.shape, rotated_queries(q)
     return _of_centres(numbers.reshape(B, K, -1, D), index).reshape(B, H, L, G) * (unit * scale)
 
 
@@ -218,8 +218,8 @@ def _products(q: Tensor, index: GroupIndex) -> tuple[Tensor, Tensor, Tensor]:
     centres ``[B, H, L, G]``, and the value of 1 in these numbers ``[B, H, L, 1]``.
     """
     B, H, L, D = q.shape
-    (_, K, G, _), g, (numbers, unit) = index.steps.shape, index.group_size, turned_queries(q)
-    signs, steps = index.turned(D, numbers.dtype).flatten(2, 3), index.steps.to(numbers.dtype)[:, :, None, :, :g]
+    (_, K, G, _), g, (numbers, unit) = index.steps.shape, index.group_size, rotated_queries(q)
+    signs, steps = index.token_signs(D, numbers.dtype).flatten(2, 3), index.steps.to(numbers.dtype)[:, :, None, :, :g]
     # whole numbers below 2 ** 24, so that no order of the sum rounds them
     numbers = numbers.reshape(B, K, H // K * L, D)
     of_tokens = (numbers @ signs.mT).unflatten(3, (G, g)) * steps

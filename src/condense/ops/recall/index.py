@@ -1,11 +1,11 @@
 """The index of Recall: centres and signs of stored keys, from which a query's scores of tokens are estimated.
 
-Keys are turned by a fixed rotation, which keeps products and spreads what a key says evenly over its numbers. A group
-has a *centre*, the mean of its turned keys in 4 bits per number. Each key has its difference from the centre, as the
-signs of its numbers and one step, their size (after RaBitQ, arXiv:2405.12497). Without centres signs would say little
-of keys that have a large part in common, as they do in trained models. Queries are turned too and rounded to 8 bits, so
-that products with signs and with codes are whole numbers, the same to the bit in all backends. The index of a group
-depends on its keys alone, so that the index of new groups can be appended.
+Keys are rotated: multiplied by a fixed orthogonal matrix, which keeps products and spreads a key's information evenly
+over its numbers. A group has a *centre*, the mean of its rotated keys in 4 bits per number. Of each key the index keeps
+the difference from the centre: the signs of its numbers, and one step, their size (after RaBitQ, arXiv:2405.12497).
+Without centres, signs would say little about keys that have a large part in common, as those of trained models have.
+Queries are rotated too and rounded to 8 bits, so that products with signs and with codes are whole numbers, the same to
+the bit in all backends. The index of a group depends on its keys alone, so new groups can be appended.
 
 Shapes: B rows, H query heads, K KV heads, L queries, G groups of g tokens, D key width, W = ceil(D / 8) bytes of signs.
 """
@@ -33,7 +33,7 @@ class GroupIndex(NamedTuple):
     """The index of G groups; dimension 2 of both tensors counts groups.
 
     signs uint8 ``[B, K, G, (g + 4) * W]``: first those of the tokens, one after another: bit i of a token's byte c is
-    set if its turned key is not below the centre in column ``i * W + c``. Then the 4-bit codes of the centre, of ``8 *
+    set if its rotated key is not below the centre in column ``i * W + c``. Then the 4-bit codes of the centre, of ``8 *
     W`` columns (`condense.ops.tensors.codes`). steps ``[B, K, G, g + 1]`` in the dtype of the keys, the centre's last.
     """
 
@@ -49,7 +49,7 @@ class GroupIndex(NamedTuple):
         """Groups ``[start, stop)``, a view."""
         return type(self)(*(x[:, :, start:stop] for x in self))
 
-    def turned(self, D: int, dtype: torch.dtype) -> Tensor:
+    def token_signs(self, D: int, dtype: torch.dtype) -> Tensor:
         """The signs of all tokens as 1 and -1, ``[B, K, G, g, D]`` in ``dtype``."""
         g = self.group_size
         bytes = self.signs[..., : g * sign_bytes(D)].unflatten(3, (g, 1, -1))
@@ -83,7 +83,7 @@ def block_width(D: int) -> int:
 
 @torch.compiler.assume_constant_result  # torch.compile takes the matrix as a constant
 def rotation(D: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The rotation times the square root of its blocks' width, ``[D, D]``: a vector x is turned by ``x @ it``.
+    """The rotation times the square root of its blocks' width, ``[D, D]``: a vector x is rotated by ``x @ it``.
 
     Hadamard matrices of `block_width` columns along the diagonal, of 1 and -1, so that products with whole numbers are
     whole; rows have fixed random signs, so that keys of a plain form, such as all ones, are spread too.
@@ -104,18 +104,19 @@ def _rotation(D: int, device: torch.device, dtype: torch.dtype) -> Tensor:
 
 @torch.no_grad()
 def split_keys(k_groups: Tensor) -> tuple[GroupIndex, Tensor]:
-    """The index of groups of keys ``[B, K, G, g, D]``, of any floating dtype, and the differences of the turned keys
+    """The index of groups of keys ``[B, K, G, g, D]``, of any floating dtype, and the differences of the rotated keys
     from their centre, ``[B, K, G, g, D]`` in float32 or wider. No gradient.
 
-    A token's step is ``sum(x ** 2) / sum(abs(x))`` of the difference x of its turned key and the centre: then x has the
-    same product with ``step * sign(x)`` as with itself. A centre's step is rounded up to 4 significant bits.
+    A token's step is ``sum(x ** 2) / sum(abs(x))`` for x, its rotated key minus the centre, divided by P: so the
+    product of x with ``step * sign(x)`` is that of x with itself, over P. A centre's step is rounded up to 4
+    significant bits.
     """
     (*_, g, D), dtype = k_groups.shape, k_groups.dtype
     W, P = sign_bytes(D), block_width(D)
     wide = k_groups.to(torch.promote_types(dtype, torch.float32))
     x = wide @ rotation(D, wide.device, wide.dtype)
     tiny = torch.finfo(x.dtype).tiny
-    # turning multiplies products by P, the width of the rotation's blocks, so steps are divided by it
+    # the rotation multiplies products by P, the width of its blocks, so steps are divided by P
     mean = x.sum(3) * (1 / g)
     step = (mean.abs().amax(3, keepdim=True) * (1 / (CENTRE_LEVELS * P))).float().view(torch.int32)
     step = ((step + _BELOW) & ~_BELOW).view(torch.float32).to(dtype)
@@ -132,8 +133,8 @@ def split_keys(k_groups: Tensor) -> tuple[GroupIndex, Tensor]:
 
 
 @torch.no_grad()
-def turned_queries(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Turned queries ``[..., D]`` in whole numbers up to `QUERY_LEVELS`, and the value of 1 in these numbers,
+def rotated_queries(q: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotated queries ``[..., D]`` in whole numbers up to `QUERY_LEVELS`, and the value of 1 in these numbers,
     ``[..., 1]``; both float32 or wider. No gradient.
     """
     wide = q.to(torch.promote_types(q.dtype, torch.float32))

@@ -2,14 +2,14 @@
 
 In fewer bits a key is kept as its difference from the centre in the group's index (`condense.ops.recall.index`). The
 index also holds the signs of the difference; the store adds a code for the size of each number, and one step per
-token. As keys are turned, no channel is larger than others in all tokens. Values have a step and a zero per token
+token. As keys are rotated, no channel is larger than others in all tokens. Values have a step and a zero per token
 (after KIVI, arXiv:2402.02750). A group is one piece of bytes, which depends on that group alone: in the dtype of the
 tokens, the steps of its g values, their zeros, and the steps of its keys; from the next multiple of 16 bytes on the
 codes of its keys, token by token, and those of its values (`condense.ops.tensors.codes`). Zeros fill up what is left.
 The piece is seen as g rows of C bytes.
 
-A number of a value is ``zero + step * code``; one of a turned key is that of the centre, plus or minus ``step * (2 *
-code + 1)``, times the width of the rotation's blocks. All numbers, those of turned keys too, are rounded to the dtype
+A number of a value is ``zero + step * code``; one of a rotated key is that of the centre, plus or minus ``step * (2 *
+code + 1)``, times the width of the rotation's blocks. All numbers, those of rotated keys too, are rounded to the dtype
 of the tokens and are at most the largest of that dtype, so that finite tokens stay finite in float16 too.
 
 Shapes: B rows, K KV heads, G groups of g tokens, D and Dv widths, C columns of a row.
@@ -71,9 +71,9 @@ class StoreFormat:
     def pack(self, k: Tensor, v: Tensor, rest: Tensor) -> Tensor:
         """Rows ``[B, K, G * g, C]`` of keys ``[B, K, G, g, D]`` and values ``[B, K, G, g, Dv]``.
 
-        rest: the differences of the turned keys from their centre (`condense.ops.recall.split_keys`).
+        rest: the differences of the rotated keys from their centre (`condense.ops.recall.split_keys`).
 
-        With fewer than 16 bits no gradient flows. The error of a number of a turned key is at most a step, which is
+        With fewer than 16 bits no gradient flows. The error of a number of a rotated key is at most a step, which is
         1 / 2 ** (bits + 1) of the largest difference from the centre, rounded up to the dtype; of a value half a step,
         which is (largest - smallest) / (2 ** bits - 1), rounded up too. Rounding to the dtype adds to both.
         Raises ValueError as `width`.
@@ -122,14 +122,14 @@ class StoreFormat:
         return to_bytes(codes.to(torch.uint8), self.bits), step
 
     def _keys(self, codes: Tensor, steps: Tensor, index: GroupIndex, dtype: torch.dtype) -> Tensor:
-        """Keys ``[B, K, G, g, D]`` in ``dtype``, turned back."""
+        """Keys ``[B, K, G, g, D]`` in ``dtype``, rotated back."""
         D, wide = codes.shape[4], torch.promote_types(dtype, torch.float32)
         # in place, as a CPU takes longer to get memory than to write it
-        x = codes.to(wide).mul_(2).add_(1).mul_(index.turned(D, wide)).mul_(steps.to(wide))
+        x = codes.to(wide).mul_(2).add_(1).mul_(index.token_signs(D, wide)).mul_(steps.to(wide))
         x.add_((index.steps[..., -1:].to(wide) * index.centres(D, wide))[:, :, :, None])
         most = min(torch.finfo(dtype).max, torch.finfo(wide).max)
-        turned = x.clamp_(-most, most).to(dtype).to(wide)
-        return (turned @ rotation(D, codes.device, wide).mT).clamp_(-most, most).to(dtype)
+        rotated = x.clamp_(-most, most).to(dtype).to(wide)
+        return (rotated @ rotation(D, codes.device, wide).mT).clamp_(-most, most).to(dtype)
 
     def _quantise_values(self, v: Tensor) -> tuple[Tensor, Tensor]:
         """Codes, and steps and zeros ``[B, K, G, 2, g]`` in the dtype of v."""

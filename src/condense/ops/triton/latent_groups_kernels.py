@@ -322,7 +322,7 @@ def _axis(PART, AXIS, WARPS):
 
 
 @gluon.jit
-def _queries(turned_ptr, R, PART: gl.constexpr, D: gl.constexpr):
+def _queries(rotated_ptr, R, PART: gl.constexpr, D: gl.constexpr):
     """Load a part of a tile's rotated queries to shared memory, four columns at a time, in the order of `_column`."""
     W: gl.constexpr = gl.num_warps()
     N: gl.constexpr = _columns(PART, D) // 32
@@ -333,7 +333,7 @@ def _queries(turned_ptr, R, PART: gl.constexpr, D: gl.constexpr):
     column += gl.arange(0, 4, _axis(PART, 3, W))[None, None, None, :]
     if _num_words(PART, D) < N:
         column = gl.where(word % N < _num_words(PART, D), column, -1)
-    x = gl.load(turned_ptr + r * D + column, mask=(r < R) & (column >= 0), other=0.0).to(gl.bfloat16)
+    x = gl.load(rotated_ptr + r * D + column, mask=(r < R) & (column >= 0), other=0.0).to(gl.bfloat16)
     x = gl.permute(gl.reshape(x, [HEADS, 4 * N, 2, 2, 2]), [0, 1, 4, 2, 3])
     x = gl.reshape(x, [HEADS, _columns(PART, D)])
     return gl.allocate_shared_memory(gl.bfloat16, [HEADS, _columns(PART, D)], _swizzled(16), x)
@@ -393,7 +393,7 @@ def _write(acc, total, m, part_ptr, lse_ptr, row, inside, FORM: gl.constexpr):
 
 @gluon.jit(do_not_specialize=("least", "part", "of"))
 def latent_groups_kernel(
-    turned_ptr, signs_ptr, steps_ptr, store_ptr, base_ptr, groups_ptr, seen_ptr, real_ptr,
+    rotated_ptr, signs_ptr, steps_ptr, store_ptr, base_ptr, groups_ptr, seen_ptr, real_ptr,
     part_ptr, lse_ptr, far_ptr, before_ptr, place_ptr, slots_ptr,
     R, G, N, window, most_opened, least, part, of, splits, slots, scale,
     HAS_SLOTS: gl.constexpr, FORM: gl.constexpr, HAS_REAL: gl.constexpr, FAR: gl.constexpr,
@@ -435,7 +435,7 @@ def latent_groups_kernel(
         keys, queries = (), ()
         for i in gl.static_range(2):
             keys += (gl.allocate_shared_memory(gl.bfloat16, [ROWS, _columns(i, FORM.D)], _swizzled(16)),)
-            queries += (_queries(turned_ptr + b * R * FORM.D, R, i, FORM.D),)
+            queries += (_queries(rotated_ptr + b * R * FORM.D, R, i, FORM.D),)
         weights = gl.allocate_shared_memory(gl.bfloat16, [HEADS, ROWS], _swizzled(16))
         row_of, heads = gl.arange(0, ROWS, _of_rows(2, FORM.D, W)), r[None, :]
         last = work.centres + work.tiles + work.centres - 1

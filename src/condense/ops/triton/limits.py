@@ -166,7 +166,7 @@ def step_obstacle(
     stored, _, slots = settings.choice.store
     if stored < 16 and latent % block_width(D):
         found.append(
-            f"reads stored latents turned in blocks of {block_width(D)} columns, whole ones of values, got latents of "
+            f"reads stored latents rotated in blocks of {block_width(D)} columns, whole ones of values, got latents of "
             f"{latent} of {D} columns and store_bits={stored}"
         )
     found += _group_obstacles(settings.rule.chunk)

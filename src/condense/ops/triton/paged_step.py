@@ -60,8 +60,8 @@ class PagedStep(NamedTuple):
                 self._start(launch_of(shape).store, (q, k, v), pages, (seen, seen))
                 return
             k, v, tables = dense_rows(k), dense_rows(v), (state.window.table, state.entries.table)
-            clock, turn = None if state.slots is None else state.slots.clock, rotation(q.shape[2], k.device, k.dtype)
-            tensors = k, v, *recall_step.kept_of(pages), seen, *tables, stamps, clock, turn
+            clock, matrix = None if state.slots is None else state.slots.clock, rotation(q.shape[2], k.device, k.dtype)
+            tensors = k, v, *recall_step.kept_of(pages), seen, *tables, stamps, clock, matrix
             recall_step.CLOSE.start(close_of(shape), tensors, (*k.stride()[:2], *v.stride()[:2]))
 
     def attend(self, q: Tensor, out: Tensor, before: Tensor | None) -> None:
@@ -94,10 +94,10 @@ class PagedStep(NamedTuple):
         scratch, of_q = recall_step.scratch_of(plan.scratch, q.device), q.stride()[:2]
         copied = (None, None) if slots is None else (slots.tags, slots.clock)
         tables = state.window.table, state.entries.table, before, stamps, *copied
-        turn = rotation(self.widths[0], q.device, q.dtype)
-        turned, scored, chosen, opened, attended = recall_step.tensors_of(q, pages, seen, scratch, turn, tables)
-        if plan.turn is not None:
-            recall_step.TURN.start(plan.turn, turned, of_q)
+        matrix = rotation(self.widths[0], q.device, q.dtype)
+        rotated, scored, chosen, opened, attended = recall_step.tensors_of(q, pages, seen, scratch, matrix, tables)
+        if plan.rotate is not None:
+            recall_step.ROTATE.start(plan.rotate, rotated, of_q)
         recall_step.SCORE.start(plan.score, scored, of_q)
         choose = plan.choose
         if state.ranks is not None:
@@ -107,15 +107,15 @@ class PagedStep(NamedTuple):
         if plan.opened is not None:
             recall_step.OPENED.start(plan.opened, opened, ())
         recall_step.ATTEND.start(plan.attend, attended, of_q)
-        self._join(plan.join, (scratch.part, scratch.lse, turn), out)
+        self._join(plan.join, (scratch.part, scratch.lse, matrix), out)
 
     def _join(self, join: tuple[Any, ...] | None, splits: tuple[Tensor, Tensor, Tensor | None], out: Tensor) -> None:
-        """Join all splits to ``out``. splits: their outputs and log-sum-exps, and the rotation, if they are rotated."""
+        """Join all splits to ``out``. splits: outputs, log-sum-exps, and the rotation if outputs are still rotated."""
         assert join is not None
         grid, numbers, (*sizes, _, early, _), options = join
         join = grid, numbers, (*sizes, True, early, out.stride()[:2]), options
-        part, lse, turn = splits
-        tensors = part, lse, out, None, self.seen, self.state.extras.sink_logits, None, turn
+        part, lse, matrix = splits
+        tensors = part, lse, out, None, self.seen, self.state.extras.sink_logits, None, matrix
         JOIN.start(join, tensors, (0, self.seen.stride(0)))
 
     def _start(

@@ -23,7 +23,7 @@ from condense.ops.triton.attend_call import Attention, call_of, describe, needs_
 from condense.ops.triton.host import LOG2E, cdiv, check_programs, dense_rows, on_device_of, power_of_2
 from condense.ops.triton.launch import Launcher, of_tile
 from condense.ops.triton.recall_choice import choice_operation, choose, marked
-from condense.ops.triton.recall_score import bytes_turned, in_cells, turned, width_at_once
+from condense.ops.triton.recall_score import bytes_rotated, in_cells, rotated, width_at_once
 from condense.ops.triton.recall_score_kernels import RestForm, recall_join_kernel, recall_rest_kernel
 from condense.ops.types import AttendOptions
 
@@ -59,11 +59,11 @@ def rest_weights(
     rows, width = _rows(R, q.is_cuda), width_at_once(D)
     Q, form = rows // R, RestForm(rows, _GROUPS, width, cdiv(D, width))
     # a word takes at most 8 bytes
-    n = max(1, _SCRATCH // (bytes_turned(q) * Q + 8 * B * K * closed)) * Q
+    n = max(1, _SCRATCH // (bytes_rotated(q) * Q + 8 * B * K * closed)) * Q
     with on_device_of(q):
         for first in range(0, L, n):
             stop = min(first + n, L)
-            numbers, unit = turned(q[:, :, first:stop], K, scale * LOG2E)
+            numbers, unit = rotated(q[:, :, first:stop], K, scale * LOG2E)
             words = marked(chosen[0], G, closed, Q, first, stop, *chosen[1:])
             _REST(
                 (cdiv(stop - first, Q), B * K, 1),

@@ -19,7 +19,7 @@ from condense.ops.recall.index import GroupIndex
 from condense.ops.triton import recall_choice_kernels as kernels
 from condense.ops.triton.host import LOG2E, cdiv, check_programs, on_device_of, power_of_2
 from condense.ops.triton.launch import Launcher
-from condense.ops.triton.recall_score import MOST_GROUPS, Scratch, bytes_turned, groups_per_cell, in_cells, score
+from condense.ops.triton.recall_score import MOST_GROUPS, Scratch, bytes_rotated, groups_per_cell, in_cells, score
 from condense.ops.triton.recall_score_kernels import CELLS_PER_LINE, STRETCH
 
 _CELLS, _GROUPS = Launcher(kernels.recall_cells_kernel), Launcher(kernels.recall_groups_kernel)
@@ -81,7 +81,7 @@ def choose(
     looked, some = picked * C, picked < ranked
     of_quota = (r, *quota[1:])
     # scores of all cells, and the rotated query in int8
-    bytes_per_query = B * H * cells * C * 4 + bytes_turned(q)
+    bytes_per_query = B * H * cells * C * 4 + bytes_rotated(q)
     n = min(L, max(1, _SCRATCH // bytes_per_query // _BLOCK) * _BLOCK)
     scratch = _scratch(q.device, heads, n, R, cells, C, picked if some else 0)
     with on_device_of(q):

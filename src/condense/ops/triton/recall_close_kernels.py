@@ -66,10 +66,10 @@ def row_of_step(
 
 
 @triton.jit
-def _turned_tokens(keys, rotation_ptr, first, i, t, g: tl.constexpr, D: tl.constexpr, NEAR: tl.constexpr):
+def _rotated_tokens(keys, rotation_ptr, first, i, t, g: tl.constexpr, D: tl.constexpr, NEAR: tl.constexpr):
     """Rotated keys i of the group that begins at position ``first``, float32 ``[n, P]``; zeros past the last column."""
     x = chunk_tokens(keys, first + i, t, i < g, 0, D, tile_width(D), NEAR)
-    return signs.turned_part(x.to(keys.rows.dtype.element_ty), rotation_ptr, 0, D, D, False, "ieee")
+    return signs.rotated_part(x.to(keys.rows.dtype.element_ty), rotation_ptr, 0, D, D, False, "ieee")
 
 
 @triton.jit
@@ -91,13 +91,13 @@ def _put_index(keys, rotation_ptr, signs_ptr, steps_ptr, store_ptr, first, t, FO
     dtype: tl.constexpr = steps_ptr.dtype.element_ty
     P: tl.constexpr = tile_width(D)
     is_column = (tl.arange(0, P) < D)[None, :]
-    turned, mean = None, tl.zeros([P], tl.float32)
+    rotated, mean = None, tl.zeros([P], tl.float32)
     if g <= 16:  # rotated once, and kept
-        turned = _turned_tokens(keys, rotation_ptr, first, tl.arange(0, 16), t, g, D, NEAR)
+        rotated = _rotated_tokens(keys, rotation_ptr, first, tl.arange(0, 16), t, g, D, NEAR)
     # no prefetch (num_stages=1), which would take shared memory from every program of the kernel
     for start in tl.range(0, g, 16, num_stages=1):
         i = start + tl.arange(0, 16)
-        x = _turned_tokens(keys, rotation_ptr, first, i, t, g, D, NEAR) if turned is None else turned
+        x = _rotated_tokens(keys, rotation_ptr, first, i, t, g, D, NEAR) if rotated is None else rotated
         mean += tl.sum(tl.where((i < g)[:, None], x, 0.0), 0)
     mean = mean[None, :] * (1 / g)
     of_centre, unit = signs.centre_unit(tl.max(tl.abs(mean)), dtype, D)
@@ -109,7 +109,7 @@ def _put_index(keys, rotation_ptr, signs_ptr, steps_ptr, store_ptr, first, t, FO
     _put_codes(signs_ptr + g * W, same, tl.arange(0, N), 1, 4 * W, 4)
     for start in tl.range(0, g, 16, num_stages=1):
         i = start + tl.arange(0, 16)
-        x = _turned_tokens(keys, rotation_ptr, first, i, t, g, D, NEAR) if turned is None else turned
+        x = _rotated_tokens(keys, rotation_ptr, first, i, t, g, D, NEAR) if rotated is None else rotated
         x = tl.where(is_column, x - signs.centre_numbers(codes, unit), 0.0)  # [16, P]
         size = tl.abs(x)
         steps = signs.key_steps(tl.sum(x * x, 1), tl.sum(size, 1), D)

@@ -16,7 +16,7 @@ from condense.ops.triton.device.parts import tile_width
 from condense.ops.triton.host import cdiv, dense_rows, on_device_of, power_of_2
 from condense.ops.triton.launch import Launcher, of_tile
 
-_SCORE, _TURN = Launcher(kernels.recall_score_kernel), Launcher(kernels.recall_turn_kernel)
+_SCORE, _ROTATE = Launcher(kernels.recall_score_kernel), Launcher(kernels.recall_rotate_kernel)
 _SPREAD = Launcher(kernels.recall_spread_kernel)
 # most groups of a tile of scores; most tokens, and most groups, of a cell
 MOST_GROUPS, _CELL_TOKENS, _CELL = 128, 128, 16
@@ -45,8 +45,8 @@ def _tiles(D: int, is_cuda: bool) -> ScoreTiles:
     return ScoreTiles(rows, 256, width, UNFUSED | {"num_warps": 8, "num_stages": 3})
 
 
-def _turning(dtype: torch.dtype, is_cuda: bool) -> tuple[int, torch.dtype]:
-    """Rows per tile of `recall_turn_kernel`, and dtype of its products: float32 where the interpreter computes them."""
+def _rotation_tile(dtype: torch.dtype, is_cuda: bool) -> tuple[int, torch.dtype]:
+    """Rows per tile of `recall_rotate_kernel`, and dtype of the rotation: float32 where the interpreter multiplies."""
     return (64 if dtype == torch.float32 else 128, dtype) if is_cuda else (16, torch.float32)
 
 
@@ -109,8 +109,8 @@ def in_cells(index: GroupIndex, cells: int, C: int, group: int, D: int) -> CellI
     return CellIndex(numbers[0][..., :D], units[0], numbers[1][..., :D], units[1], group)
 
 
-def bytes_turned(q: Tensor) -> int:
-    """Bytes that `turned` returns for one query position, over all rows and heads."""
+def bytes_rotated(q: Tensor) -> int:
+    """Bytes that `rotated` returns for one query position, over all rows and heads."""
     B, H, _, D = q.shape
     return B * H * (_stride(D) + 4)
 
@@ -120,7 +120,7 @@ def _stride(D: int) -> int:
     return cdiv(D, 16) * 16
 
 
-def turned(q: Tensor, K: int, scale: float) -> tuple[Tensor, Tensor]:
+def rotated(q: Tensor, K: int, scale: float) -> tuple[Tensor, Tensor]:
     """Queries ``[B, H, n, D]`` rotated and rounded to int8 ``[B * K, n * R, D]`` for `recall_score_kernel`, the R heads
     of a query adjacent; and their quantization scales times ``scale``, float32 ``[B * K, n * R]``.
     """
@@ -128,8 +128,8 @@ def turned(q: Tensor, K: int, scale: float) -> tuple[Tensor, Tensor]:
     heads, rows, R, width = B * K, n * H // K, H // K, _stride(D)
     numbers = torch.empty(heads, rows, width, dtype=torch.int8, device=q.device)
     unit = torch.empty(heads, rows, dtype=torch.float32, device=q.device)
-    tile, dtype = _turning(q.dtype, q.is_cuda)
-    _TURN(
+    tile, dtype = _rotation_tile(q.dtype, q.is_cuda)
+    _ROTATE(
         (cdiv(rows, tile), heads, 1), (q, rotation(D, q.device, dtype), numbers, unit),
         (q.stride()[:3], K, n, width, scale), (R, D, tile), {},
     )  # fmt: skip
@@ -147,7 +147,7 @@ def score(
     (B, H, n, D), (signs, steps, centres, of_centres, group) = q.shape, index
     K = signs.shape[0] // B
     R, tiles = H // K, _tiles(D, q.is_cuda)
-    numbers, unit = turned(q, K, scale)
+    numbers, unit = rotated(q, K, scale)
     groups, parts, best = min(MOST_GROUPS, tiles.tokens // group), cdiv(D, tiles.width), scratch.cell.numel() > 0
     form = kernels.ScoreForm(group, groups, groups_per_cell(group), tiles.rows, tiles.width, parts, best)
     _SCORE(

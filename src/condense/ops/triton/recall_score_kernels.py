@@ -1,7 +1,7 @@
 """Kernels that score the index for a block of queries of a prompt, and weigh the groups that these do not open.
 
-`recall_turn_kernel` rotates queries and rounds them to int8, `recall_spread_kernel` expands the sign bits of the index
-to int8. `recall_score_kernel` computes scores by exact int8 matrix products, the best score of every *cell* (C adjacent
+`recall_rotate_kernel` rotates queries and rounds them to int8, `recall_spread_kernel` expands the index's sign bits to
+int8. `recall_score_kernel` computes scores by exact int8 matrix products, the best score of every *cell* (C adjacent
 groups), and the log-sum-exp of the scores of each stretch of groups. By these
 `condense.ops.triton.recall_choice_kernels` chooses groups. `recall_rest_kernel` weighs the closed groups that queries
 do not open, by their centres; `recall_join_kernel` adds these groups to attention, as one token.
@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from condense.ops.triton.device.rule import VARYING, program_rows, row_of_program, visible
-from condense.ops.triton.device.signs import floats_of, turned_columns, unit_of, whole_numbers
+from condense.ops.triton.device.signs import floats_of, rotated_columns, unit_of, whole_numbers
 from condense.ops.triton.device.softmax import soft_cap
 
 # not specialised: these numbers differ between blocks of queries, and a new value must not compile a new kernel
@@ -61,12 +61,12 @@ def closed_groups(i, row, spans, G, KIND: tl.constexpr):
 
 
 @triton.jit
-def _turned(q_ptr, at, real, rotation_ptr, LO: tl.constexpr, D: tl.constexpr):
-    """Rotated columns ``[LO, LO + turned_columns(D))`` of the queries at ``q_ptr + at``, float32; 0 past the last.
+def _rotated(q_ptr, at, real, rotation_ptr, LO: tl.constexpr, D: tl.constexpr):
+    """Rotated columns ``[LO, LO + rotated_columns(D))`` of the queries at ``q_ptr + at``, float32; 0 past the last.
 
     The rotation, in the dtype of the queries or float32, holds 1 and -1: products are exact, sums are in float32.
     """
-    d = LO + tl.arange(0, turned_columns(D))
+    d = LO + tl.arange(0, rotated_columns(D))
     there = d < D
     x = tl.load(q_ptr + at[:, None] + d[None, :], mask=real[:, None] & there[None, :], other=0.0)
     matrix = tl.load(rotation_ptr + d[:, None] * D + d[None, :], mask=there[:, None] & there[None, :], other=0.0)
@@ -74,32 +74,32 @@ def _turned(q_ptr, at, real, rotation_ptr, LO: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=("n",))
-def recall_turn_kernel(
+def recall_rotate_kernel(
     q_ptr, rotation_ptr, number_ptr, unit_ptr, s_q, K, n, width, scale,
     R: tl.constexpr, D: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """Rotate queries and round them as `condense.ops.recall.turned_queries` does: write int8 ``[B * K, n * R, width]``,
-    of which D columns are written, and their quantization scales times ``scale``, float32 ``[B * K, n * R]``.
+    """Rotate queries and round them as `condense.ops.recall.rotated_queries` does: write the first D columns of int8
+    ``[B * K, n * R, width]``, and their quantization scales times ``scale``, float32 ``[B * K, n * R]``.
 
-    Grid (tiles of BM rows, B * K). Rows of a query's R heads are adjacent. rotation: as in `_turned`. scale > 0.
+    Grid (tiles of BM rows, B * K). Rows of a query's R heads are adjacent. rotation: as in `_rotated`. scale > 0.
     """
     head, line = tl.program_id(1).to(tl.int64), tl.program_id(0) * BM + tl.arange(0, BM)
     real = line < n * R
     s_b, s_h, s_l = s_q
     q_ptr += head // K * s_b
     at = (head % K * R + line % R) * s_h + (line // R).to(tl.int64) * s_l
-    N: tl.constexpr = turned_columns(D)
-    x = _turned(q_ptr, at, real, rotation_ptr, 0, D)
+    N: tl.constexpr = rotated_columns(D)
+    x = _rotated(q_ptr, at, real, rotation_ptr, 0, D)
     largest = tl.max(tl.abs(x), 1)
     for lo in tl.static_range(N, D, N):
-        largest = tl.maximum(largest, tl.max(tl.abs(_turned(q_ptr, at, real, rotation_ptr, lo, D)), 1))
+        largest = tl.maximum(largest, tl.max(tl.abs(_rotated(q_ptr, at, real, rotation_ptr, lo, D)), 1))
     unit = unit_of(largest)
     line = head * (n * R) + line
     tl.store(unit_ptr + line, unit * scale, mask=real)
     for lo in tl.static_range(0, D, N):
         d = lo + tl.arange(0, N)
         if lo > 0:
-            x = _turned(q_ptr, at, real, rotation_ptr, lo, D)
+            x = _rotated(q_ptr, at, real, rotation_ptr, lo, D)
         numbers = whole_numbers(x, unit[:, None])  # [BM, N]
         at_numbers = number_ptr + line[:, None] * width + d[None, :]
         tl.store(at_numbers, numbers.to(tl.int8), mask=real[:, None] & (d < D)[None, :])
@@ -282,7 +282,7 @@ def recall_score_kernel(
     Grid (tiles of BM rows, B * K, stretches). Tiles of groups behind the last closed group of a tile of queries are not
     written.
 
-    unit, q: results of `recall_turn_kernel`, q as a descriptor. signs (a descriptor), steps, centres, of_centres: the
+    unit, q: results of `recall_rotate_kernel`, q as a descriptor. signs (a descriptor), steps, centres, of_centres: the
     fields of a `condense.ops.triton.recall_score.CellIndex`; rows of centres are s_centre apart.
     """
     numbers = chunk, window, entries, max_chunks, query_start, window_start, padding, first_entries
@@ -349,8 +349,8 @@ def recall_rest_kernel(
     """Write the logarithm of the weight of all closed groups that queries ``[first, stop)`` do not open, natural,
     float32 ``[B * K, R, L]``; -inf where a query opens all closed groups.
 
-    Grid (tiles of ``BM // R`` queries, B * K). unit, q: from `condense.ops.triton.recall_score.turned`, in base 2, q as
-    a descriptor. centres int8 ``[B * K, columns, D]``, of_centres float32 ``[B * K, columns]``: of a `CellIndex` of
+    Grid (tiles of ``BM // R`` queries, B * K). unit, q: from `condense.ops.triton.recall_score.rotated`, in base 2, q
+    as a descriptor. centres int8 ``[B * K, columns, D]``, of_centres float32 ``[B * K, columns]``: of a `CellIndex` of
     whole tiles; rows of centres are s_centre apart. words ``[B * K, T, words]``: from
     `condense.ops.triton.recall_choice.marked`. level: added to the log-sum-exp, base 2. CAP: soft cap, base 2, 0.0 for
     none.

@@ -18,11 +18,11 @@ from condense.ops.triton.recall_close_kernels import recall_close_kernel
 from condense.ops.triton.recall_step_choice_kernels import recall_choose_kernel, recall_share_kernel
 from condense.ops.triton.recall_step_kernels import recall_attend_kernel
 from condense.ops.triton.recall_step_plan import plan_of
-from condense.ops.triton.recall_step_score_kernels import recall_score_kernel, recall_turn_kernel
+from condense.ops.triton.recall_step_score_kernels import recall_rotate_kernel, recall_score_kernel
 from condense.ops.triton.ring_step import JOIN, PreparedStep
 from condense.ops.triton.step_plan import StepShape
 
-CLOSE, TURN = (Launcher(x) for x in (recall_close_kernel, recall_turn_kernel))
+CLOSE, ROTATE = (Launcher(x) for x in (recall_close_kernel, recall_rotate_kernel))
 SCORE, CHOOSE = (Launcher(x) for x in (recall_score_kernel, recall_choose_kernel))
 OPENED, ATTEND = (Launcher(x) for x in (latent_groups_kernel, recall_attend_kernel))
 # runs between score and choose, if other processes have query heads of the same KV head
@@ -32,15 +32,15 @@ SHARE = Launcher(recall_share_kernel)
 class StepScratch(
     namedtuple(
         "StepScratch",
-        "part lse score top total centre centre_top centre_total turned whole base groups place slot_of used free",
+        "part lse score top total centre centre_top centre_total rotated whole base groups place slot_of used free",
     )
 ):
     """Scratch memory of one step: tensors of one dimension, whose numbers are in the order of the shapes given here.
 
     float32: part ``[B, H, S1, Dv]`` and lse ``[B, H, S1]``, results of attention's splits; score ``[B, H, G as a power
     of two]``; top and total ``[B, H, S0]``, largest score and sum of exponentials per split; centre, centre_top and
-    centre_total, the same for scores of centres; turned ``[B, H, D]``, rotated queries; whole, int8 queries of
-    `recall_turn_kernel` (these five are empty where no kernel reads them); base ``[B, H, r]``, products with centres of
+    centre_total, the same for scores of centres; rotated ``[B, H, D]``, rotated queries; whole, int8 queries of
+    `recall_rotate_kernel` (these five are empty if no kernel reads them); base ``[B, H, r]``, products with centres of
     open groups, twice as many numbers for latents. int32: groups ``[B, K, r]``, the open groups, and place, where each
     is read; slot_of ``[B, K, G]``, used and free ``[B, K, S]`` of S slots, to find slots. In pages score, centre and
     base are ``[H, all]``, base of latents ``[H, 2 all]``, groups and slot_of ``[K, all]``, for all groups of all rows.
@@ -63,25 +63,25 @@ def kept_of(state: StepState) -> tuple[Tensor | None, ...]:
 
 
 def tensors_of(
-    q: Tensor, state: StepState, counts: Tensor, scratch: StepScratch, turn: Tensor, tables: tuple[Tensor | None, ...]
+    q: Tensor, state: StepState, counts: Tensor, scratch: StepScratch, matrix: Tensor, tables: tuple[Tensor | None, ...]
 ) -> tuple[tuple[Tensor | None, ...], ...]:
     """The tensors of five kernels: rotate queries, score, choose, read open groups of latents, and attend.
 
-    counts: which rows count. turn: the rotation. tables: page tables of tokens and of records, tokens of all rows
+    counts: which rows count. matrix: the rotation. tables: page tables of tokens and of records, tokens of all rows
     before each row, stamps of records, and tags and clock of `PagedSlots`; each None for buffers.
     """
     _, _, ring_k, ring_v, _, seen, _, _, _, signs, steps, store, slots, held, order, sums, *_ = state
     part, lse, score, top, total, *optional, base, groups, place, slot_of, used, free = scratch
-    *centres, asked, whole = (x if x.numel() > 0 else None for x in optional)
+    *centres, rotated, whole = (x if x.numel() > 0 else None for x in optional)
     near, far, before, *copied = tables
     in_slots = (place, slots) if place.numel() > 0 else (None, None)
     return (
-        (q, asked, whole, turn),
-        (q, signs, steps, seen, counts, score, top, total, *centres, asked, whole, turn, far, before),
+        (q, rotated, whole, matrix),
+        (q, signs, steps, seen, counts, score, top, total, *centres, rotated, whole, matrix, far, before),
         (score, top, total, seen, counts, groups, place, held, order, slot_of, used, free, before, far, *copied),
-        (asked, signs, steps, store, base, groups, seen, counts, part, lse, far, before, *in_slots),
+        (rotated, signs, steps, store, base, groups, seen, counts, part, lse, far, before, *in_slots),
         (
-            q, signs, steps, store, ring_k, ring_v, sums, slots, asked, turn, base, groups, place, *centres, seen,
+            q, signs, steps, store, ring_k, ring_v, sums, slots, rotated, matrix, base, groups, place, *centres, seen,
             counts, part, lse, near, far, before,
         ),
     )  # fmt: skip
@@ -101,7 +101,7 @@ class RecallKernels(PreparedStep):
         self._rotation = rotation(q.shape[3], q.device, q.dtype)
         # the strides (1, 1) of the last kernel: `seen` and `real` are contiguous
         strides = (*k.stride()[:2], *v.stride()[:2]), of_q, of_q, call.state.held.shape[::2], (), of_q, (1, 1)
-        launchers, (_, *plans) = (CLOSE, TURN, SCORE, CHOOSE, OPENED, ATTEND, JOIN), plan
+        launchers, (_, *plans) = (CLOSE, ROTATE, SCORE, CHOOSE, OPENED, ATTEND, JOIN), plan
         kernels = zip(launchers, plans, strides, strict=True)
         self._kernels = [None if launch is None else Prepared(kernel, launch, own) for kernel, launch, own in kernels]
 

@@ -247,7 +247,7 @@ def recall_choose_kernel(
     in pages only the first ``slot_rows`` rows have some. stamps, tags, clock: as in
     `condense.ops.step.pages.PagedSlots`, None without slots.
     """
-    # first of all: the kernel that attends is launched then, and reads scores and turned queries before it waits itself
+    # first: the kernel that attends is launched then, and reads scores and rotated queries before it waits itself
     after_the_last(EARLY)
     head = tl.program_id(0).to(tl.int64)
     b, kvh = head // K, head % K

@@ -3,7 +3,7 @@ that stands for all others (`condense.ops.recall.rest`).
 
 A step is five kernels: close a group (`condense.ops.triton.recall_close_kernels`), score the index
 (`recall_step_score_kernels`), choose the groups to open (`recall_step_choice_kernels`), attend, and join the splits
-(`step_join_kernel`). Each waits for the one before it and reads its results. No atomics. Of some latents one more turns
+(`step_join_kernel`). Each waits for the one before it and reads its results. No atomics. For some latents one rotates
 the queries before they are scored, and on Hopper another reads the open groups
 (`condense.ops.triton.latent_groups_kernels`).
 
@@ -24,7 +24,7 @@ from condense.ops.triton import recall_store_kernels as stores
 from condense.ops.triton.device import address, lane_tokens, lanes
 from condense.ops.triton.device.codes import MIDDLE, from_words, to_words
 from condense.ops.triton.device.parts import load_rows, parts, products, tile_width, zeros
-from condense.ops.triton.device.signs import block_width, index_widths, turned_part
+from condense.ops.triton.device.signs import block_width, index_widths, rotated_part
 from condense.ops.triton.device.softmax import Softmax, key_products, soft_cap, store_part
 from condense.ops.triton.recall_choice_kernels import wanted_groups
 from condense.ops.triton.recall_close_kernels import after_the_last, row_of_step
@@ -161,7 +161,7 @@ def _lane_groups(
     sums, opened, lo, kept, store_ptr, queries, base_ptr, inside, scale, FORM: tl.constexpr, CAP: tl.constexpr,
     FAR: tl.constexpr,
 ):  # fmt: skip
-    """Add open groups from ``lo`` on, of which `_load_lanes` loaded the first, to sums by lanes. queries: turned, as
+    """Add open groups from ``lo`` on, of which `_load_lanes` loaded the first, to sums by lanes. queries: rotated, as
     `lane_tokens.lane_queries` returns them; base ``[BR]``: as `_put_bases` writes it.
     """
     e, hi = tl.arange(0, 32), opened.count
@@ -195,9 +195,9 @@ def _with_lanes(softmax, sums):
 
 
 @triton.jit
-def _turned(softmax, rotation_ptr, FORM: tl.constexpr):
-    """The softmax with sums ``[BR, V]`` of latents as those of a store are turned."""
-    acc = turned_part(softmax.acc[0], rotation_ptr, 0, FORM.V0, FORM.D, False, "tf32x3")
+def _rotated(softmax, rotation_ptr, FORM: tl.constexpr):
+    """The softmax with sums ``[BR, V]`` of latents as those of a store are rotated."""
+    acc = rotated_part(softmax.acc[0], rotation_ptr, 0, FORM.V0, FORM.D, False, "tf32x3")
     return Softmax((acc * (1 / block_width(FORM.D)),), softmax.m, softmax.total)
 
 
@@ -276,7 +276,7 @@ def rest_of(
 
 @triton.jit(do_not_specialize=("least", "part", "of", "mean_tiles"))
 def recall_attend_kernel(
-    q_ptr, signs_ptr, steps_ptr, store_ptr, ring_k_ptr, ring_v_ptr, sums_ptr, slots_ptr, turned_ptr, rotation_ptr,
+    q_ptr, signs_ptr, steps_ptr, store_ptr, ring_k_ptr, ring_v_ptr, sums_ptr, slots_ptr, rotated_ptr, rotation_ptr,
     base_ptr, groups_ptr, place_ptr, centre_ptr, centre_top_ptr, centre_total_ptr, seen_ptr, real_ptr, part_ptr,
     lse_ptr, near_ptr, far_ptr, before_ptr,
     s_qb, s_qh, K, R, G, W, N, num_sums, window, most_opened, least, part, of, own, ahead, mean_tiles, s_centre, splits,
@@ -300,7 +300,7 @@ def recall_attend_kernel(
     most_opened: stride of ``groups`` and ``place``; with part and of the numbers of
     `condense.ops.recall.choice.Quota`. near, far: tables of the pages of tokens and of records, for which scores and
     lists of groups are as `recall_score_kernel` and `recall_choose_kernel` say. For stores of fewer than 16 bits,
-    turned: the turned queries, float32 ``[B, H, D]``; rotation: `condense.ops.recall.index.rotation` in the dtype of q;
+    rotated: the rotated queries, float32 ``[B, H, D]``; rotation: `condense.ops.recall.index.rotation` in dtype of q;
     base: room for a number of each query head and open group.
     """
     split, S, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
@@ -327,7 +327,7 @@ def recall_attend_kernel(
         ring_v_ptr += kvh * NEAR.s_head
     tiles, lane = tl.cdiv(tokens, BN), tl.arange(0, BN)
     q = load_rows(q_ptr + b * s_qb + kvh * R * s_qh, r.to(tl.int64) * s_qh, r < R, FORM.D0, FORM.D1)  # [BR, D]
-    # matrix units take rows by 16 and columns by 8, and few query heads share a KV head: keys are the rows
+    # tensor cores take rows by 16 and columns by 8, and few query heads share a KV head: keys are the rows
     acc = _transposed(zeros(BR, FORM.V0, FORM.V1))  # [V, BR]
     softmax = Softmax(acc, tl.full([BR], float("-inf"), tl.float32), tl.zeros([BN, BR], tl.float32))
     if BM > 0:
@@ -382,8 +382,8 @@ def recall_attend_kernel(
             place = address.tile_in_pages(near_ptr, first, tokens, tile + 1, BN, NEAR)
     if APART:
         near = Softmax((tl.trans(softmax.acc[0]),), softmax.m, tl.sum(softmax.total, 0))
-        store_part(part_ptr, lse_ptr, _turned(near, rotation_ptr, FORM), part_row, r < R, FORM.V0, FORM.V1)
-        # the next kernel joins the splits of both, and turns back
+        store_part(part_ptr, lse_ptr, _rotated(near, rotation_ptr, FORM), part_row, r < R, FORM.V0, FORM.V1)
+        # the next kernel joins the splits of both, and rotates back
         after_the_last(EARLY)
         return
     # three products of tf32 are as exact as one of float32
@@ -391,14 +391,14 @@ def recall_attend_kernel(
     # sums of codes would be too large or too small for float16
     WORDS: tl.constexpr = stores.in_words(FORM) and not q_ptr.dtype.element_ty.is_fp16()
     if FORM.bits < 16:
-        # keys of the store are turned, and values too where these are columns of keys. A turned query is divided by the
+        # keys of the store are rotated, and values where these are columns of keys. A rotated query is divided by the
         # width of the rotation's blocks, and products are multiplied by it, so that float16 holds all numbers
-        is_turned = (r < R) & (count > 0)  # while no group is closed nobody turns queries
-        turned = load_rows(turned_ptr + head * R * D, r.to(tl.int64) * D, is_turned, FORM.D0, FORM.D1)
-        q = [(x * (1 / block_width(D))).to(q[0].dtype) for x in turned]
+        is_rotated = (r < R) & (count > 0)  # while no group is closed nobody rotates queries
+        rotated = load_rows(rotated_ptr + head * R * D, r.to(tl.int64) * D, is_rotated, FORM.D0, FORM.D1)
+        q = [(x * (1 / block_width(D))).to(q[0].dtype) for x in rotated]
         scale *= block_width(D)
         if DV == 0:
-            acc = turned_part(tl.trans(softmax.acc[0]), rotation_ptr, 0, FORM.V0, D, False, EXACT)
+            acc = rotated_part(tl.trans(softmax.acc[0]), rotation_ptr, 0, FORM.V0, D, False, EXACT)
             softmax = Softmax((tl.trans(acc * (1 / block_width(D))),), softmax.m, softmax.total)
     place_ptr += head * most_opened
     store_ptr += address.head_rows(store_ptr, head, kvh, N // g, FORM.piece, FAR, True)
@@ -423,8 +423,8 @@ def recall_attend_kernel(
         q = to_words(q[0], D)  # [BR, D // 4]
         behind = tl.minimum(tl.cdiv(hi, PARTS) * BG, count)
     if LANES:
-        queries, sums = lane_tokens.lane_queries(turned[0] * (1 / block_width(D))), lane_tokens.no_sums(BR // 4)
-    # the kernel before this one chooses groups. It lets this one be launched once those that wrote the ring and turned
+        queries, sums = lane_tokens.lane_queries(rotated[0] * (1 / block_width(D))), lane_tokens.no_sums(BR // 4)
+    # the kernel before this one chooses groups. It lets this one be launched once those that wrote the ring and rotated
     # queries have ended
     after_the_last(EARLY)
     if LANES:
@@ -476,7 +476,7 @@ def recall_attend_kernel(
         softmax = _with_lanes(softmax, sums)
     acc = _transposed(softmax.acc)
     if FORM.bits < 16 and DV == 0:
-        acc = (turned_part(acc[0], rotation_ptr, 0, FORM.V0, D, True, EXACT),)
+        acc = (rotated_part(acc[0], rotation_ptr, 0, FORM.V0, D, True, EXACT),)
     total = tl.sum(softmax.total, 0)
     # splits without a key write zeros, because the join reads every part
     store_part(part_ptr, lse_ptr, Softmax(acc, softmax.m, total), part_row, r < R, FORM.V0, FORM.V1)

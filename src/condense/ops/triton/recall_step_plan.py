@@ -42,14 +42,14 @@ def apart(sizes: tuple[int, ...]) -> tuple[int, ...]:
 class Plan(NamedTuple):
     """Launch arguments of a step's kernels, without tensors and strides: grid, numbers, constants, options of each.
 
-    scratch: sizes of the tensors of `condense.ops.triton.recall_step.StepScratch`, float32 and int32. turn: of the
-    kernel that turns queries, or None where ``score`` does. opened: of the kernel that reads open groups apart, or None
+    scratch: sizes of the tensors of `condense.ops.triton.recall_step.StepScratch`, float32 and int32. rotate: of the
+    kernel that rotates queries, or None where ``score`` does. opened: of the kernel that reads open groups, or None
     where ``attend`` does.
     """
 
     scratch: tuple[tuple[int, ...], tuple[int, ...]]
     close: tuple[Any, ...]
-    turn: tuple[Any, ...] | None
+    rotate: tuple[Any, ...] | None
     score: tuple[Any, ...]
     choose: tuple[Any, ...]
     opened: tuple[Any, ...] | None
@@ -93,7 +93,7 @@ def plan_of(shape: StepShape) -> Plan:
     splits = splits_of(shape, tiles, r * g, has_mean)
     # so many centres are read at once by the program of the mean
     BM = max(1, _GATHERED * tiles.attend.num_warps // tiles.heads) if has_mean else 0
-    # parts that are joined at once, and their columns: those of a block of the rotation, where they are turned back
+    # parts that are joined at once, and their columns: those of a block of the rotation, where they are rotated back
     joined = splits.ahead + splits.attend
     BS = 64 if is_apart else min(256, max(64, power_of_2(joined)))
     BC = block_width(D) if is_apart else min(4096 // BS, power_of_2(V))
@@ -169,7 +169,7 @@ def _scratch_of(shape: StepShape, splits: tuple[int, int]) -> tuple[tuple[int, .
     (B, K, (D, Dv), G, *_), H, S, latent = shape.sizes, shape.H, shape.slots, shape.latent
     choice = numbered_settings(shape.number).choice
     assert choice is not None
-    r, queries, pairs, turns = choice.quota.at(G), B * H, B * K, choice.store.bits < 16
+    r, queries, pairs, rotates = choice.quota.at(G), B * H, B * K, choice.store.bits < 16
     if shape.far is None:
         of_scores, of_bases = queries * power_of_2(max(G, 4)), queries * r
         of_lists, of_slots = pairs * r, pairs * G
@@ -180,8 +180,8 @@ def _scratch_of(shape: StepShape, splits: tuple[int, int]) -> tuple[tuple[int, .
     floats = (
         parts * (latent or Dv), parts, of_scores, of_splits, of_splits,
         *((of_scores, of_splits, of_splits) if choice.mean and r < G else (0, 0, 0)),
-        queries * D if turns else 0, queries * query_bytes(D) // 4 if in_pieces(D) else 0,
-        of_bases * (2 if latent else 1) if turns else 0,
+        queries * D if rotates else 0, queries * query_bytes(D) // 4 if in_pieces(D) else 0,
+        of_bases * (2 if latent else 1) if rotates else 0,
     )  # fmt: skip
     integers = of_lists, *((pairs * r, of_slots, pairs * S, pairs * S) if S else (0, 0, 0, 0))
     return apart(floats), apart(integers)

@@ -1,4 +1,4 @@
-"""Kernel of Recall's decode step that scores the index of closed groups, and one that turns wide queries before it.
+"""Kernel of Recall's decode step that scores the index of closed groups, and one that rotates wide queries before it.
 
 Shapes and names as in `condense.ops.triton.recall_step_kernels`. A tile holds T tokens of each of BG groups; T is g
 as a power of two, and the last token of a group fills it up. Where a GPU counts bits, a warp reads 8 groups at a time
@@ -17,7 +17,7 @@ from condense.ops.triton.device.address import form_place, head_rows, part_at, p
 from condense.ops.triton.device.lane_signs import COUNT
 from condense.ops.triton.device.lanes import HEADS
 from condense.ops.triton.device.parts import tile_width
-from condense.ops.triton.device.signs import centre_products, index_widths, sign_bytes, sign_products, turned_queries
+from condense.ops.triton.device.signs import centre_products, index_widths, rotated_queries, sign_bytes, sign_products
 from condense.ops.triton.device.softmax import soft_cap
 from condense.ops.triton.recall_choice_kernels import wanted_groups
 from condense.ops.triton.recall_close_kernels import row_of_step
@@ -135,13 +135,13 @@ def _store_total(top_ptr, total_ptr, top, total, inside):
 
 
 @triton.jit
-def recall_turn_kernel(
-    q_ptr, turned_ptr, whole_ptr, rotation_ptr, s_qb, s_qh, K, R, D: tl.constexpr, BR: tl.constexpr,
+def recall_rotate_kernel(
+    q_ptr, rotated_ptr, whole_ptr, rotation_ptr, s_qb, s_qh, K, R, D: tl.constexpr, BR: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Turn queries that `in_pieces` are multiplied, see `put_queries`; grid (B * K, tiles of BR query heads).
+    """Rotate queries that `in_pieces` are multiplied, see `put_queries`; grid (B * K, tiles of BR query heads).
 
-    Turning is more code than scoring: programs that did both for few groups each ended later. turned: as of
+    Rotating is more code than scoring: programs that did both for few groups each ended later. rotated: as of
     `recall_score_kernel`.
     """
     if EARLY:
@@ -149,9 +149,9 @@ def recall_turn_kernel(
     head, r = tl.program_id(0).to(tl.int64), tl.program_id(1) * BR + tl.arange(0, BR)
     q_ptr += head // K * s_qb + head % K * R * s_qh
     whole_ptr = whole_ptr.to(tl.pointer_type(tl.int8)) + head * R * sign_pieces.query_bytes(D)
-    if turned_ptr is not None:
-        turned_ptr += head * R * D
-    sign_pieces.put_queries(q_ptr, s_qh, r, R, rotation_ptr, turned_ptr, whole_ptr, D)
+    if rotated_ptr is not None:
+        rotated_ptr += head * R * D
+    sign_pieces.put_queries(q_ptr, s_qh, r, R, rotation_ptr, rotated_ptr, whole_ptr, D)
     if EARLY:
         # a kernel that waits for this one also needs what the one before this one wrote
         gdc_wait()
@@ -160,7 +160,7 @@ def recall_turn_kernel(
 @triton.jit(do_not_specialize=("few", "enough", "least", "part", "of"))
 def recall_score_kernel(
     q_ptr, signs_ptr, steps_ptr, seen_ptr, real_ptr, score_ptr, top_ptr, total_ptr, centre_ptr, centre_top_ptr,
-    centre_total_ptr, turned_ptr, whole_ptr, rotation_ptr, far_ptr, before_ptr,
+    centre_total_ptr, rotated_ptr, whole_ptr, rotation_ptr, far_ptr, before_ptr,
     s_qb, s_qh, K, R, G, few, enough, window, scale, most_opened, least, part, of,
     g: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BG: tl.constexpr, GROUPS: tl.constexpr, CAP: tl.constexpr,
     HAS_REAL: tl.constexpr, EARLY: tl.constexpr, FAR: tl.constexpr,
@@ -171,11 +171,11 @@ def recall_score_kernel(
 
     Grid (S, B * K, tiles of BR query heads), of which only ``few`` splits have work if there are fewer tiles of groups
     than ``enough``. Scores are those of `condense.ops.recall.choice` to the bit, those of centres before the cap, for
-    this ``scale``, which holds log2(e), if the sums of turned queries are the same to the bit. Where all closed groups
+    this ``scale``, which holds log2(e), if the sums of rotated queries are the same to the bit. Where all closed groups
     are opened, no scores are written: `condense.ops.recall.choice.Quota`. rotation: as for `recall_close_kernel`. far:
     table of the pages of records, for which scores are ``[H, G]``, with the groups of a row from its ``start`` on; None
-    for arrays. turned: float32 ``[B, H, D]``, where turned queries are written for the kernel that attends; None: it
-    does not read them. whole: those that `recall_turn_kernel` wrote, where they are `in_pieces`.
+    for arrays. rotated: float32 ``[B, H, D]``, where rotated queries are written for the kernel that attends; None: it
+    does not read them. whole: those that `recall_rotate_kernel` wrote, where they are `in_pieces`.
     """
     split, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, kvh = head // K, head % K
@@ -213,19 +213,19 @@ def recall_score_kernel(
         whole_ptr = whole_ptr.to(tl.pointer_type(tl.int8)) + head * R * sign_pieces.query_bytes(D)
         queries, sums, unit = sign_pieces.load_queries(whole_ptr, r, asked, D)
     else:
-        # each split turns the queries anew, from a matrix in the L2 cache: if the kernel before this one turned them,
+        # each split rotates queries anew, from a matrix in the L2 cache: if the kernel before this one rotated them,
         # this one would have to wait for it, but runs beside it in most steps, which close no group
-        if turned_ptr is not None:
-            turned_ptr += head * R * D
+        if rotated_ptr is not None:
+            rotated_ptr += head * R * D
         q_ptr += b * s_qb + kvh * R * s_qh
-        queries, sums, unit = turned_queries(q_ptr, s_qh, r, asked, rotation_ptr, turned_ptr, split == 0, D)
+        queries, sums, unit = rotated_queries(q_ptr, s_qh, r, asked, rotation_ptr, rotated_ptr, split == 0, D)
     if EARLY:
         gdc_launch_dependents()
         # the kernel before this one closes a group, and writes its index; in pages, one that another row may read too
         if (FAR is not None) | (t + 1 - window == all_closed * g):
             gdc_wait()
     lo, hi = tiles * split // S, tiles * (split + 1) // S
-    # such matrix units, programmatic launches and assembly are what a GPU has and the interpreter has not
+    # such tensor cores, programmatic launches and assembly are what a GPU has and the interpreter has not
     if EARLY and BR == HEADS:
         e = tl.arange(0, BG * BR)
         lanes.check_lanes(e)

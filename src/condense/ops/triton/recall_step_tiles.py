@@ -151,7 +151,7 @@ def tiles_of(shape: StepShape, form: Form) -> StepTiles:
         # these load the next tile themselves, for which they need more registers
         attend_heads = cdiv(R, lane_heads) * lane_heads
         attend = attend._replace(num_stages=1, waves=12, registers=168, least=4)
-    # later matrix units do not count bits: there each such instruction is some sixty others. Every four heads read the
+    # later tensor cores do not count bits: there each such instruction is some sixty others. Every four heads read the
     # index anew
     if is_hopper and few_heads and lane_signs.fits(g, D):
         score_heads, score = lane_heads, _LANES[B * K >= _MANY_HEADS]

@@ -23,7 +23,7 @@ from condense.ops.triton.device import codes as coding
 from condense.ops.triton.device.address import token_rows
 from condense.ops.triton.device.codes import MIDDLE
 from condense.ops.triton.device.parts import key_value_parts, parts, store_rows, tile_width
-from condense.ops.triton.device.signs import ROUNDING, block_width, index_widths, sign_bytes, turned_part
+from condense.ops.triton.device.signs import ROUNDING, block_width, index_widths, rotated_part, sign_bytes
 
 _CENTRE = tl.constexpr(CENTRE_LEVELS)
 
@@ -357,9 +357,9 @@ def _words_as_numbers(words, centres, step, dtype: tl.constexpr, FORM: tl.conste
 
 
 @triton.jit
-def _turned_back(k, rotation_ptr, LO: tl.constexpr, N: tl.constexpr, FORM: tl.constexpr):
+def _rotated_back(k, rotation_ptr, LO: tl.constexpr, N: tl.constexpr, FORM: tl.constexpr):
     """Columns ``[LO, LO + N)`` of rotated keys, rotated back."""
-    return coding.to_numbers(turned_part(k, rotation_ptr, LO, N, FORM.D, True, "ieee"), k.dtype)
+    return coding.to_numbers(rotated_part(k, rotation_ptr, LO, N, FORM.D, True, "ieee"), k.dtype)
 
 
 @triton.jit(do_not_specialize=("n",))
@@ -390,8 +390,8 @@ def recall_unpack_kernel(
         k, v = _words_as_numbers(words, load_centres(pieces.signs, dtype, FORM, False), step, dtype, FORM)
     else:
         k, v = load_groups(pieces, i, dtype, FORM, False)
-    first = _turned_back(k[0], rotation_ptr, 0, FORM.D0, FORM)
-    k = parts(first, _turned_back(k[1], rotation_ptr, FORM.D0, FORM.D1, FORM) if FORM.D1 > 0 else None)
+    first = _rotated_back(k[0], rotation_ptr, 0, FORM.D0, FORM)
+    k = parts(first, _rotated_back(k[1], rotation_ptr, FORM.D0, FORM.D1, FORM) if FORM.D1 > 0 else None)
     token = tl.reshape(row[:, None] * FORM.g + i[None, :], (BG * T,))
     inside = tl.reshape((number < n)[:, None] & (i < FORM.g)[None, :], (BG * T,))
     store_rows(k_ptr, token * FORM.D, k, inside, FORM.D0, FORM.D1)

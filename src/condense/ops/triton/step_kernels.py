@@ -450,13 +450,13 @@ def step_kernel(
 @triton.jit
 def step_join_kernel(
     part_ptr, lse_ptr, out_ptr, seen_ptr, real_ptr, sink_ptr, counter_ptr, rotation_ptr, s_seen, s_real, H, S,
-    V: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr, TURNED: tl.constexpr, HAS_REAL: tl.constexpr,
+    V: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr, ROTATED: tl.constexpr, HAS_REAL: tl.constexpr,
     EARLY: tl.constexpr, OUT: tl.constexpr,
 ):  # fmt: skip
     """Join all splits to out ``[B, H, 1, V]`` and add 1 to ``seen``. Grid (B * H, tiles of BC columns).
 
     sink, counter: as in `step_kernel`. seen: None if it must not change. OUT: first two strides of out, None if it is
-    contiguous. TURNED: D if outputs of splits are rotated by `condense.ops.recall.index.rotation` ``[D, D]``, else 0;
+    contiguous. ROTATED: D if outputs of splits are rotated by `condense.ops.recall.index.rotation` ``[D, D]``, else 0;
     then BC is the width of the rotation's blocks.
     """
     if EARLY:
@@ -470,8 +470,8 @@ def step_join_kernel(
     out = online.join_parts(
         part_ptr, lse_ptr, row + one, one < 1, live * S, column, V, BS, sink_ptr, row % H + one
     )  # [1, BC]
-    if TURNED > 0:
-        block = tl.load(rotation_ptr + column[:, None] * TURNED + column[None, :])  # [BC, BC]
+    if ROTATED > 0:
+        block = tl.load(rotation_ptr + column[:, None] * ROTATED + column[None, :])  # [BC, BC]
         out = tl.sum(block.to(tl.float32) * out, 1)[None, :]
     out_ptr += row * V if OUT is None else b * OUT[0] + row % H * OUT[1]
     tl.store(out_ptr + column[None, :], out.to(out_ptr.dtype.element_ty), mask=(column < V)[None, :])

@@ -1,4 +1,4 @@
-"""Products of queries with the signs of an index as matrix units of Hopper make them of bits, 128 at a time.
+"""Products of queries with the signs of an index as tensor cores of Hopper make them of bits, 128 at a time.
 
 Such an instruction counts the bits that are set in both of two rows. A query is a whole number of 8 bits per column, so
 that its *planes*, bit p of all columns, are eight rows; what these count is added up with weights 1, 2, 4 to 64, and
@@ -40,7 +40,7 @@ def query_planes(queries, E: tl.constexpr):
     """Planes of 4 query heads, four int32 tensors ``[E]``: of planes 2 t and 2 t + 1 the 32 columns whose signs are in
     word ``e % 4`` of a token.
 
-    queries: whole numbers as `condense.ops.triton.device.signs.turned_queries` returns them.
+    queries: whole numbers as `condense.ops.triton.device.signs.rotated_queries` returns them.
     """
     x = tl.zeros(queries[0].shape, tl.uint64)
     for i in tl.static_range(8):

@@ -1,4 +1,4 @@
-"""Attention to groups of 16 tokens in 4 bits by single warps, which load them as matrix units take them: nothing passes
+"""Attention to groups of 16 tokens in 4 bits by single warps, which load them as tensor cores take them: nothing passes
 through shared memory (`condense.ops.triton.device.lanes`).
 
 Keys are multiplied as whole numbers of 5 bits with queries of 15 bits: a query is 128 times one number of 8 bits plus

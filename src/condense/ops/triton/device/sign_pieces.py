@@ -15,7 +15,7 @@ import triton.language as tl
 
 from condense.ops.recall.index import CENTRE_LEVELS
 from condense.ops.triton.device.parts import load_rows, split_width, store_rows
-from condense.ops.triton.device.signs import floats_of, sign_bytes, turned_part, unit_of, whole_numbers
+from condense.ops.triton.device.signs import floats_of, rotated_part, sign_bytes, unit_of, whole_numbers
 
 _CENTRE = tl.constexpr(CENTRE_LEVELS)
 # columns of a tile of second pieces: the fewest that tensor cores multiply in 8 bits
@@ -84,19 +84,19 @@ def _numbers_of(ptr, D: tl.constexpr):
 
 
 @triton.jit
-def put_queries(q_ptr, s_qh, r, R, rotation_ptr, turned_ptr, whole_ptr, D: tl.constexpr):
-    """Rotate query heads r of one KV head and write them in 8 bits, as `condense.ops.recall.turned_queries` rounds.
+def put_queries(q_ptr, s_qh, r, R, rotation_ptr, rotated_ptr, whole_ptr, D: tl.constexpr):
+    """Rotate query heads r of one KV head and write them in 8 bits, as `condense.ops.recall.rotated_queries` rounds.
 
     whole_ptr: int8 ``[R, query_bytes]``: D integers, then their sum and their scale (`unit_of`) in float32.
-    turned_ptr: for the rotated queries before rounding, float32 ``[R, D]``; None: they are not written.
+    rotated_ptr: for the rotated queries before rounding, float32 ``[R, D]``; None: they are not written.
     """
     widths: tl.constexpr = _split_width(D)
     at = r.to(tl.int64)
     q = load_rows(q_ptr, at * s_qh, r < R, widths[0], widths[1])
-    first = turned_part(q[0], rotation_ptr, 0, widths[0], D, False, "chains")
-    rest = turned_part(q[1], rotation_ptr, widths[0], widths[1], D, False, "chains")
-    if turned_ptr is not None:
-        store_rows(turned_ptr, at * D, (first, rest), r < R, widths[0], widths[1])
+    first = rotated_part(q[0], rotation_ptr, 0, widths[0], D, False, "chains")
+    rest = rotated_part(q[1], rotation_ptr, widths[0], widths[1], D, False, "chains")
+    if rotated_ptr is not None:
+        store_rows(rotated_ptr, at * D, (first, rest), r < R, widths[0], widths[1])
     unit = unit_of(tl.maximum(tl.max(tl.abs(first), 1), tl.max(tl.abs(rest), 1)))  # [BR]
     first, rest = whole_numbers(first, unit[:, None]), whole_numbers(rest, unit[:, None])
     store_rows(whole_ptr, at * query_bytes(D), (first, rest), r < R, widths[0], widths[1])

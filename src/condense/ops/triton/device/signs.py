@@ -1,7 +1,7 @@
 """Recall's index in kernels: sign bits and a quantization step per key, and a centre per group, see
 `condense.ops.recall.index`.
 
-Keys and queries are rotated ("turned" in names): multiplied by a matrix ``[D, D]`` in their dtype, whose blocks along
+Keys and queries are rotated: multiplied by a matrix ``[D, D]`` in their dtype, whose blocks along
 the diagonal hold 1 and -1. Only these blocks are read; all other numbers are 0.
 
 Shapes: n tokens, D key width, W bytes of a token's signs, BR query heads.
@@ -36,7 +36,7 @@ def floats_of(x):
 
 
 @triton.constexpr_function
-def turned_columns(D):
+def rotated_columns(D):
     """Columns that are rotated at a time: a multiple of the width of the rotation's blocks, at least 64."""
     return max(64, block_width(D))
 
@@ -49,7 +49,7 @@ def _rotation(rotation_ptr, row, column, there, D: tl.constexpr):
 
 
 @triton.jit
-def _turned_query(x, matrix):
+def _rotated_query(x, matrix):
     """Rotated queries ``x @ matrix``, float32 ``[n, columns]``. x ``[n, rows]``, matrix ``[rows, columns]``.
 
     A query's rounding error enters all of its scores. Float32 products are added in one chain, whose error grows with
@@ -93,7 +93,7 @@ def key_steps(squares, sizes, D: tl.constexpr):
 
 @triton.constexpr_function
 def _first_row(part, D):
-    """First row of the rotation that is not 0 in the columns of `_turned_part`; at most `_num_rows` rows are not 0."""
+    """First row of the rotation that is not 0 in the columns of `_rotated_part`; at most `_num_rows` rows are not 0."""
     P = block_width(D)
     return part * sign_bytes(D) // P * P
 
@@ -105,7 +105,7 @@ def _num_rows(D):
 
 
 @triton.jit
-def _turned_part(q_ptr, s_qh, r, R, rotation_ptr, part: tl.constexpr, D: tl.constexpr):
+def _rotated_part(q_ptr, s_qh, r, R, rotation_ptr, part: tl.constexpr, D: tl.constexpr):
     """Columns ``[part * W, (part + 1) * W)`` of rotated query heads r, float32 ``[BR, W]`` padded to a tile.
 
     The index holds the signs of these columns in bit plane ``part``: bit ``part`` of all W bytes.
@@ -115,15 +115,15 @@ def _turned_part(q_ptr, s_qh, r, R, rotation_ptr, part: tl.constexpr, D: tl.cons
     row = _first_row(part, D) + tl.arange(0, _num_rows(D))
     there = (r < R)[:, None] & (row < D)[None, :]
     q = tl.load(q_ptr + r.to(tl.int64)[:, None] * s_qh + row[None, :], mask=there, other=0.0)  # [BR, rows]
-    return _turned_query(q, _rotation(rotation_ptr, row, part * W + c, (c < W) & (part * W + c < D), D))
+    return _rotated_query(q, _rotation(rotation_ptr, row, part * W + c, (c < W) & (part * W + c < D), D))
 
 
 @triton.jit
 def _all_parts(q_ptr, s_qh, r, R, rotation_ptr, D: tl.constexpr):
-    """All eight results of `_turned_part`, each ``[BR, D // 8]``, from one product. For D = 128 alone."""
+    """All eight results of `_rotated_part`, each ``[BR, D // 8]``, from one product. For D = 128 alone."""
     d = tl.arange(0, D)
     q = tl.load(q_ptr + r.to(tl.int64)[:, None] * s_qh + d[None, :], mask=(r < R)[:, None], other=0.0)
-    x = tl.reshape(_turned_query(q, _rotation(rotation_ptr, d, d, d < D, D)), (r.shape[0], 2, 2, 2, D // 8))
+    x = tl.reshape(_rotated_query(q, _rotation(rotation_ptr, d, d, d < D, D)), (r.shape[0], 2, 2, 2, D // 8))
     even, odd = tl.split(tl.permute(x, (0, 4, 1, 2, 3)))  # [BR, D // 8, 2, 2]
     x04, x26 = tl.split(even)
     x15, x37 = tl.split(odd)
@@ -147,11 +147,11 @@ def whole_numbers(x, unit):
 
 
 @triton.jit
-def turned_queries(q_ptr, s_qh, r, R, rotation_ptr, turned_ptr, writes, D: tl.constexpr):
-    """Rotate query heads r of one KV head and round them to 8 bits, as `condense.ops.recall.turned_queries` does.
+def rotated_queries(q_ptr, s_qh, r, R, rotation_ptr, rotated_ptr, writes, D: tl.constexpr):
+    """Rotate query heads r of one KV head and round them to 8 bits, as `condense.ops.recall.rotated_queries` does.
 
     Returns their integers in the eight float16 parts that `sign_products` takes, and the sum of the integers and the
-    scale (`unit_of`) of each head, both float32 ``[BR]``. turned_ptr: where the program stores the rotated queries
+    scale (`unit_of`) of each head, both float32 ``[BR]``. rotated_ptr: where the program stores the rotated queries
     before rounding, float32 ``[R, D]``, if it ``writes``; None: nowhere.
     """
     W: tl.constexpr = sign_bytes(D)
@@ -160,13 +160,13 @@ def turned_queries(q_ptr, s_qh, r, R, rotation_ptr, turned_ptr, writes, D: tl.co
         parts = _all_parts(q_ptr, s_qh, r, R, rotation_ptr, D)
     else:
         for part in tl.static_range(8):
-            parts = parts + (_turned_part(q_ptr, s_qh, r, R, rotation_ptr, part, D),)  # noqa: RUF005
+            parts = parts + (_rotated_part(q_ptr, s_qh, r, R, rotation_ptr, part, D),)  # noqa: RUF005
     for part in tl.static_range(8):
         x = parts[part]  # [BR, bytes]
-        if turned_ptr is not None:
+        if rotated_ptr is not None:
             c = tl.arange(0, tile_width(W))[None, :]
             there = (r < R)[:, None] & (c < W) & (part * W + c < D) & writes
-            tl.store(turned_ptr + r.to(tl.int64)[:, None] * D + part * W + c, x, mask=there)
+            tl.store(rotated_ptr + r.to(tl.int64)[:, None] * D + part * W + c, x, mask=there)
         largest = tl.maximum(largest, tl.abs(x))
     unit = unit_of(tl.max(largest, 1))
     queries, total = (), tl.zeros_like(largest)
@@ -217,7 +217,7 @@ def _codes(words, part: tl.constexpr, ASM: tl.constexpr):
 def centre_products(centre_ptr, at, queries, total, D: tl.constexpr, ASM: tl.constexpr):
     """Integer products ``[n, BR]``, as float32, of queries with n centres in steps, ``2 * code - 15``.
 
-    at ``[n]``: where their codes begin. queries, total: as `turned_queries` returns them.
+    at ``[n]``: where their codes begin. queries, total: as `rotated_queries` returns them.
     """
     W: tl.constexpr = sign_bytes(D)
     c = tl.arange(0, tile_width(W))
@@ -239,7 +239,7 @@ def centre_products(centre_ptr, at, queries, total, D: tl.constexpr, ASM: tl.con
 def sign_products(signs, queries, total, steps, ASM: tl.constexpr):
     """Products ``[n, BR]`` of queries with signs (1 and -1), exact integers, times the ``steps`` of the n tokens.
 
-    signs uint8 ``[n, bytes]``; queries, total: as `turned_queries` returns them. A product with 1 and -1 is twice the
+    signs uint8 ``[n, bytes]``; queries, total: as `rotated_queries` returns them. A product with 1 and -1 is twice the
     sum of the query's integers whose bit is set, minus the sum of all.
     """
     words = signs.to(tl.int16)
@@ -250,14 +250,14 @@ def sign_products(signs, queries, total, steps, ASM: tl.constexpr):
 
 
 @triton.jit
-def turned_part(
+def rotated_part(
     x, rotation_ptr, LO: tl.constexpr, N: tl.constexpr, D: tl.constexpr, BACK: tl.constexpr, PRECISION: tl.constexpr
 ):
     """Columns ``[LO, LO + N)`` of vectors, ``[n, columns]``, rotated, or with BACK rotated back, in float32.
 
     LO and N are multiples of the width of the rotation's blocks. All blocks are one symmetric matrix whose rows are
     multiplied by signs, which stand in a block's first column. Tensor cores take at least 16 rows, so several smaller
-    blocks are multiplied at once. PRECISION: of the product; "chains" adds as `_turned_query` does.
+    blocks are multiplied at once. PRECISION: of the product; "chains" adds as `_rotated_query` does.
     """
     W: tl.constexpr = block_width(D)
     SIDE: tl.constexpr = max(16, W)
@@ -274,7 +274,7 @@ def turned_part(
             x = x * signs.to(x.dtype)
     x = tl.reshape(x, (n * T // SIDE, SIDE))
     if PRECISION == "chains":
-        x = _turned_query(x, block.to(x.dtype))
+        x = _rotated_query(x, block.to(x.dtype))
     else:
         x = tl.dot(x, block.to(x.dtype), input_precision=PRECISION)
     x = tl.reshape(x, (n, T))
