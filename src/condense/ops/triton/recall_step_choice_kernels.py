@@ -1,4 +1,4 @@
-"""Kernel of Recall's decode step that chooses the groups to open, and finds the slots of the store that hold them.
+"""Kernels of Recall's decode step that choose the groups to open, and find the slots of the store that hold them.
 
 Shapes and names as in `condense.ops.triton.recall_step_kernels`.
 """
@@ -19,9 +19,9 @@ from condense.ops.triton.recall_score_kernels import log_of_sum
 class Ranking(NamedTuple):
     """The constants of a choice.
 
-    groups: that a KV head has room for, as a power of two. halvings: times that this is halved for rows with fewer.
-    slots_tile, open_tile, splits_tile, heads_tile: slots, open groups, for slots, splits of the scores, and query heads
-    that are read at once, as powers of two; slots_tile 0 without slots.
+    groups: groups that a KV head has room for, rounded up to a power of two. halvings: how often this may be halved to
+    rank rows with fewer closed groups. slots_tile, open_tile: slots and open groups, rounded up, while slots are found;
+    slots_tile is 0 without slots. splits_tile: splits of the scores, rounded up. heads_tile: query heads read at once.
     """
 
     groups: int
@@ -33,30 +33,32 @@ class Ranking(NamedTuple):
 
 
 class _Lists(namedtuple("_Lists", "groups place held order slot_of used free")):
-    """Pointers of one KV head.
+    """Pointers to the lists of one KV head.
 
-    groups: the open groups. place: where each of these is read, see `_find_slots`. held: group in each slot. order:
-    slots, longest unused first. slot_of: scratch memory, a number per group; used, free: one per slot.
+    groups: the open groups. place: where each of these is read, see `_find_slots`. held: the group in each slot. order:
+    slots, longest unused first. Scratch memory: slot_of, one number per group; used and free, one per slot.
     """
 
 
 class _Records(namedtuple("_Records", "tags stamps table closed")):
-    """Pointers by which a KV head's slots are known to hold what its request's pages hold.
+    """Pointers that tell which of a KV head's slots still hold copies of its request's records.
 
-    tags: of slots, `condense.ops.step.pages.PagedSlots`. stamps: of the records in page 0. table: pages of the request.
-    closed: number of its closed groups.
+    tags: of the slots (`condense.ops.step.pages.PagedSlots`). stamps: of the records, in page 0. table: the request's
+    row of the page table. closed: number of its closed groups.
     """
 
 
 class _HeadScores(namedtuple("_HeadScores", "score stride top total heads splits")):
-    """Pointers to the scores of one KV head's groups, of its first query head, and stride to the next one; to the
-    largest scores and sums of every split; numbers of query heads and of splits.
+    """The scores of one KV head's groups.
+
+    score: pointer to the scores of its first query head. stride: from one query head to the next. top, total: pointers
+    to the largest score and the sum of every split. heads, splits: numbers of query heads and of splits.
     """
 
 
 @triton.jit
 def _log_sums(scores, r, RANKING: tl.constexpr):
-    """Log-sum-exps of the scores of query heads r ``[heads_tile]``."""
+    """Log-sum-exps, base 2, of the scores of query heads r, float32 ``[heads_tile]``."""
     s = tl.arange(0, RANKING.splits_tile)
     split, there = r[:, None] * scores.splits + s[None, :], (r < scores.heads)[:, None]
     is_split = there & (s < scores.splits)[None, :]
@@ -67,13 +69,13 @@ def _log_sums(scores, r, RANKING: tl.constexpr):
 
 @triton.jit
 def _shares(scores, group, there, RANKING: tl.constexpr):
-    """The largest share that any query head has of each of the groups ``[n]``, as its base 2 logarithm; -inf for those
-    that are not there.
+    """Base-2 logarithm of each group's share, float32 ``[n]``: its largest softmax weight over the query heads. -inf
+    where not ``there``.
     """
     BR: tl.constexpr = RANKING.heads_tile
     share, at = tl.full(group.shape, float("-inf"), tl.float32), scores.score + group
     for first in range(0, scores.heads, BR):
-        # on their way while sums are joined
+        # issued before the log-sum-exps are computed, so that these loads and that work overlap
         kept = ()
         for r in tl.static_range(BR):
             score = tl.load(at + r * scores.stride, mask=there & (first + r < scores.heads), other=float("-inf"))
@@ -87,8 +89,8 @@ def _shares(scores, group, there, RANKING: tl.constexpr):
 
 @triton.jit
 def _keys_of(scores, group, closed, RANKING: tl.constexpr):
-    """Keys of groups ``[n]``, uint32 above 0: numbers in the order of their shares; 0 where a group is not closed."""
-    # a mask that changes every four groups lets a thread read four at a time
+    """Sort keys of groups, uint32 ``[n]``: above 0 and in the order of their shares; 0 where a group is not closed."""
+    # the mask is the same for each four groups, so that a thread can load four scores at once
     share = _shares(scores, group, group < tl.cdiv(closed, 4) * 4, RANKING)
     bits = share.to(tl.uint32, bitcast=True)  # [n]
     return tl.where(group < closed, tl.where(bits >> 31 != 0, bits ^ (2**32 - 1), bits | (1 << 31)), 0)
@@ -96,10 +98,10 @@ def _keys_of(scores, group, closed, RANKING: tl.constexpr):
 
 @triton.jit
 def _threshold(key, valid, wanted):
-    """A number that at most ``wanted`` keys reach (>=), and how many do; if fewer, then with those that are just one
-    below they are ``wanted`` or more. There are that many valid keys.
+    """Return a threshold that at most ``wanted`` keys reach (are >=), and how many reach it. If fewer than ``wanted``
+    do, these and the keys equal to the threshold minus 1 are at least ``wanted``. At least ``wanted`` keys are valid.
 
-    Each turn keeps a third of the interval: one sum counts the keys that reach each of two numbers, in 16 bits each.
+    Each iteration keeps a third of the interval: one sum counts the keys >= a and, in its high 16 bits, those >= b.
     There are at most 2 ** 15 groups, so a count fits.
     """
     lo, hi, above = tl.min(tl.where(valid, key, 2**32 - 1), 0), tl.max(key, 0) + 1, 0
@@ -119,7 +121,9 @@ def _threshold(key, valid, wanted):
 
 @triton.jit
 def _before(counts):
-    """The sum of all counts before each ``[n]``, n a multiple of four: first of four within a thread."""
+    """Sum of all counts before each of ``counts`` ``[n]``, n a multiple of four. A thread sums its four adjacent ones
+    first.
+    """
     four = tl.reshape(counts, [counts.shape[0] // 4, 4])
     sums = tl.sum(four, 1)  # [n // 4]
     return tl.reshape((tl.cumsum(sums, 0) - sums)[:, None] + tl.cumsum(four, 1), counts.shape) - counts
@@ -127,8 +131,8 @@ def _before(counts):
 
 @triton.jit
 def _rank(lists, scores, num_open, closed, N: tl.constexpr, RANKING: tl.constexpr):
-    """Write the open groups of a KV head in rising order: the best ``num_open`` of the closed ones, at most N, of
-    equals the first.
+    """Write the open groups of a KV head in rising order: the ``num_open`` with the largest shares of the first
+    ``closed`` groups, which are at most N; of groups with equal shares the first.
     """
     group = tl.arange(0, N)
     key = _keys_of(scores, group, closed, RANKING)  # [N]
@@ -136,7 +140,7 @@ def _rank(lists, scores, num_open, closed, N: tl.constexpr, RANKING: tl.constexp
     is_open, room = key >= threshold, num_open - above
     place = _before(is_open.to(tl.int32))
     if room > 0:
-        # of equal groups only the first are opened
+        # of the groups just below the threshold, which are equal, only the first are opened
         equal = (key + 1 == threshold) & (key > 0)
         before = _before(equal.to(tl.int32))
         is_open, place = is_open | (equal & (before < room)), place + tl.minimum(before, room)
@@ -145,14 +149,14 @@ def _rank(lists, scores, num_open, closed, N: tl.constexpr, RANKING: tl.constexp
 
 @triton.jit
 def _stamped(records, group, there, FAR: tl.constexpr):
-    """Places and stamps of the records of groups that are there."""
+    """Places (`form_place`) and stamps of groups' records, both ``[n]``. Where not ``there``: page 0, and stamp 0."""
     place = form_place(records.table, group, there, FAR)
     return place, tl.load(records.stamps + part_at(records.stamps, place_row(place, FAR)), mask=there, other=0)
 
 
 @triton.jit
 def _still_held(records, held, slot, FAR: tl.constexpr):
-    """Groups held in slots; -1 where the record is no more that of which the slot has a copy."""
+    """Group held in each slot; -1 where its record is no longer the one that was copied to the slot."""
     there = (held >= 0) & (held < records.closed)
     place, stamp = _stamped(records, held, there, FAR)
     tag = records.tags + 2 * slot
@@ -162,11 +166,11 @@ def _still_held(records, held, slot, FAR: tl.constexpr):
 
 @triton.jit
 def _find_slots(lists, records, slots, num_open, RANKING: tl.constexpr, FAR: tl.constexpr):
-    """Write where each open group is read, int32: -1 in the store; ``2 * slot`` in a slot; ``2 * slot + 1`` in the
-    store, and then copied into that slot. Update ``held`` and ``order`` as `condense.ops.step.StepState` says.
+    """Write where each open group is read, int32: -1, in the store; ``2 * slot``, in a slot; ``2 * slot + 1``, in the
+    store, and the reader then copies it to that slot. Update ``held`` and ``order`` as `condense.ops.step.StepState`
+    describes.
 
-    Threads of the program tell each other what they found through scratch memory. records: None for buffers. slots:
-    their number.
+    Threads exchange results through scratch memory. records: None for buffers. slots: number of slots.
     """
     s, i = tl.arange(0, RANKING.slots_tile), tl.arange(0, RANKING.open_tile)
     is_slot, is_open = s < slots, i < num_open
@@ -212,11 +216,12 @@ def recall_share_kernel(
     R, G, S, window, most_opened, least, part, of,
     g: tl.constexpr, BG: tl.constexpr, RANKING: tl.constexpr,
 ):  # fmt: skip
-    """Write the largest share that any of R query heads has of each closed group, float32 ``[G]`` as lists of groups in
-    `recall_choose_kernel`; and 0 and 1 for each row. That kernel takes these for the scores of one head, the largest
-    and their sum, so that it compares shares as they are: the largest of those of several processes.
+    """Write each closed group's share (`_shares`) over R query heads, float32 ``[G]``, a row's groups from its
+    ``start`` on; and share_top 0 and share_total 1, float32 ``[B]``.
 
-    Grid (tiles of BG groups, B), of pages of latents. Where all closed groups are opened, no shares are written.
+    It runs if several processes have query heads of one KV head. The largest shares over processes are then given to
+    `recall_choose_kernel` as the scores of a single head; with 0 and 1 their log-sum-exp is 0, so it compares them as
+    they are. Grid (tiles of BG groups, B). Only for pages of latents. No shares where all closed groups are opened.
     """
     b = tl.program_id(1).to(tl.int64)
     this = row_of_step(seen_ptr, seen_ptr, before_ptr, b, window, G, g, False, True)
@@ -239,15 +244,16 @@ def recall_choose_kernel(
     g: tl.constexpr, GROUPS: tl.constexpr, RANKING: tl.constexpr, HAS_REAL: tl.constexpr, EARLY: tl.constexpr,
     FAR: tl.constexpr,
 ):  # fmt: skip
-    """Write the open groups in rising order, int32 ``[B, K, most_opened]``, as many as `wanted_groups` says. With
-    slots, also write where each of them is read.
+    """Write the open groups in rising order, `wanted_groups` of them, int32 ``[B, K, most_opened]``; with slots also
+    where each is read (`_find_slots`).
 
-    Grid (B * K,). Where all closed groups are opened, no scores are read. far: table of the pages of records, for which
-    lists of groups are ``[K, G]``, with those of a row from its ``start`` on; None for buffers. slots: of a KV head;
-    in pages only the first ``slot_rows`` rows have some. stamps, tags, clock: as in
-    `condense.ops.step.pages.PagedSlots`, None without slots.
+    Grid (B * K,). No scores are read where all closed groups are opened. far: page table of records; then lists of
+    groups are ``[K, G]``, a row's list from its ``start`` on; None for buffers. slots: number per KV head; in pages
+    only the first ``slot_rows`` rows have slots. stamps, tags, clock: as in `condense.ops.step.pages.PagedSlots`, None
+    without slots.
     """
-    # first: the kernel that attends is launched then, and reads scores and rotated queries before it waits itself
+    # at the very start: this allows the launch of the attention kernel, which reads the rotated queries and the sums
+    # of centres' scores before it waits for this one
     after_the_last(EARLY)
     head = tl.program_id(0).to(tl.int64)
     b, kvh = head // K, head % K
@@ -258,7 +264,7 @@ def recall_choose_kernel(
         score_ptr, stride = score_ptr + head * R * GROUPS, GROUPS
     else:
         groups_ptr, slot_of_ptr = groups_ptr + kvh * G + this.start, slot_of_ptr + kvh * G + this.start
-        # scores of the row's groups, and from one query head to the next
+        # pages of all rows share one array of scores: a row begins at ``start``, and G groups are one query head
         score_ptr, stride = score_ptr + kvh * R * G + this.start, G
     first_slot = head * slots
     lists = _Lists(
@@ -272,13 +278,13 @@ def recall_choose_kernel(
             tl.store(lists.groups + group, group, mask=group < closed)
     else:
         scores = _HeadScores(score_ptr, stride, top_ptr + head * R * S, total_ptr + head * R * S, R, S)
-        # room is for the longest text, but few groups are soon ranked
+        # a tile of ``groups`` is halved while it still holds the row's groups, because few groups are ranked faster
         for halved in tl.static_range(RANKING.halvings + 1):
             is_least = (closed > RANKING.groups >> halved + 1) | (halved == RANKING.halvings)
             if (closed <= RANKING.groups >> halved) & is_least:
                 _rank(lists, scores, num_open, closed, RANKING.groups >> halved, RANKING)
     if RANKING.slots_tile > 0:
-        # all threads of the program read what the others stored
+        # `_find_slots` reads groups that other threads have stored
         tl.debug_barrier()
         if FAR is None:
             _find_slots(lists, None, slots, num_open, RANKING, FAR)
@@ -291,5 +297,5 @@ def recall_choose_kernel(
             tl.store(lists.place + i, tl.full(i.shape, -1, tl.int32), mask=i < num_open)
         if FAR is not None:  # noqa: SIM102 - known when the kernel is compiled
             if head == 0:
-                # a record that is written from now on has another stamp than those of which there are copies
+                # records written from now on get a new stamp, so that older copies of them are not used
                 tl.store(clock_ptr, tl.load(clock_ptr) + 1)

@@ -1,15 +1,16 @@
-"""Kernel of Recall's decode step that attends: to the ring's tokens, to the groups that are open, and to the one token
-that stands for all others (`condense.ops.recall.rest`).
+"""Kernel of Recall's decode step that attends: to the ring's tokens, to the open groups, and to the one token that
+stands for the other closed groups (`condense.ops.recall.rest`).
 
 A step is five kernels: close a group (`condense.ops.triton.recall_close_kernels`), score the index
 (`recall_step_score_kernels`), choose the groups to open (`recall_step_choice_kernels`), attend, and join the splits
-(`step_join_kernel`). Each waits for the one before it and reads its results. No atomics. For some latents one rotates
-the queries before they are scored, and on Hopper another reads the open groups
+(`step_join_kernel`). Each waits for the one before it and reads its results; there are no atomics. For some latents
+another kernel rotates the queries before they are scored, and on Hopper another reads the open groups
 (`condense.ops.triton.latent_groups_kernels`).
 
-Shapes: B rows, K KV heads, R query heads per KV head, G groups of capacity, g tokens per group, W slots of the rings, S
-splits, D and Dv widths, P and PV the same as powers of two for tiles, V columns of the output. BR rows (query heads)
-per tile. "head" is a KV head of a row, b * K + kvh. All buffers of the state are contiguous. Scores are base 2.
+Shapes: B rows, K KV heads, R query heads per KV head, G groups that buffers have room for, g tokens per group, W slots
+of the rings, S splits, D and Dv widths, P: a width rounded up to a power of two for tiles, V columns of the output. BR
+rows (query heads) per tile. "head" is a KV head of a row, b * K + kvh. All buffers of the state are contiguous. Scores
+are base 2.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from condense.ops.triton.recall_close_kernels import after_the_last, row_of_step
 
 
 class _Opened(NamedTuple):
-    """The open groups of one KV head. groups: pointer to their numbers. count: how many. table: pointer to the pages of
-    records, if there are any. signs, steps: pointers to those of the index, as `head_rows` finds them.
+    """The open groups of one KV head. groups: pointer to their numbers; count: how many. table: pointer to the row's
+    page table of records; not read without pages. signs, steps: pointers to the head's signs and steps in the index.
     """
 
     groups: Any
@@ -44,7 +45,7 @@ class _Opened(NamedTuple):
 
 @triton.jit
 def _load_part(at, LO: tl.constexpr, N: tl.constexpr):
-    """N columns from LO on of the rows that begin at pointers ``at``."""
+    """Load columns ``[LO, LO + N)`` of the rows that begin at pointers ``at`` ``[n]``: ``[n, P]``, 0 past the last."""
     d = LO + tl.arange(0, tile_width(N))
     if tile_width(N) == N:
         return tl.load(at[:, None] + d[None, :])  # [n, P]
@@ -54,19 +55,19 @@ def _load_part(at, LO: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def _transposed(acc):
-    """Accumulators ``[V, BR]`` as ``[BR, V]``, and the other way round."""
+    """Accumulators in parts, each transposed: from ``[V, BR]`` to ``[BR, V]``, or back."""
     return [tl.trans(x) for x in acc]
 
 
 @triton.jit
 def _split(softmax, V: tl.constexpr):
-    """The softmax with values in the parts of `to_words`."""
+    """The softmax with its accumulator ``[V, BR]`` in the four parts of `to_words`, ``[V / 4, BR]``."""
     return Softmax([tl.trans(x) for x in to_words(tl.trans(softmax.acc[0]), V)], softmax.m, softmax.total)
 
 
 @triton.jit
 def _joined(softmax, V: tl.constexpr):
-    """The opposite of `_split`."""
+    """The softmax with the accumulators of `_split` joined again."""
     return Softmax((tl.trans(from_words([tl.trans(x) for x in softmax.acc], V)),), softmax.m, softmax.total)
 
 
@@ -78,8 +79,9 @@ def _scores(q, k, PRECISION: tl.constexpr):
 
 @triton.jit
 def _add(softmax, s, v, step, PRECISION: tl.constexpr):
-    """One step of the online softmax: scores s ``[BN, BR]``, -inf for keys that are not seen; values v, which count
-    ``step`` ``[BN]`` times, once for None. Returns also the weights, and the factor for earlier sums.
+    """Add BN keys to the online softmax: scores s ``[BN, BR]``, -inf for keys that are not seen; values v, multiplied
+    by ``step`` ``[BN]`` unless it is None. Also returns the weights ``[BN, BR]`` and the factor ``[BR]`` by which
+    earlier sums were multiplied.
     """
     m = tl.maximum(softmax.m, tl.max(s, 0))
     safe = tl.where(m == float("-inf"), 0.0, m)
@@ -94,29 +96,29 @@ def _add(softmax, s, v, step, PRECISION: tl.constexpr):
 
 @triton.jit
 def _add_keys(softmax, q, k, v, offset, scale, CAP: tl.constexpr, PRECISION: tl.constexpr):
-    """`_add` keys k. offset: added to the scores of each key, -inf for keys that are not seen."""
+    """Add keys k and values v to the softmax. offset ``[BN]``: added to scores; 0, or -inf for keys not seen."""
     s = soft_cap(_scores(q, k, PRECISION) * scale, CAP)[0] + offset[:, None]  # [BN, BR]
     return _add(softmax, s, v, None, PRECISION)[0]
 
 
 @triton.jit
 def _open_groups(opened, n, FAR: tl.constexpr):
-    """Numbers of open groups n, or the places of their records; beyond the last of them those of the last."""
+    """Rows of open groups n: the groups' numbers, int64, or in pages the places (`form_place`) of their records. n past
+    the last open group stands for the last one.
+    """
     group = tl.load(opened.groups + tl.minimum(n, opened.count - 1), mask=opened.count > 0, other=0)
     return group.to(tl.int64) if FAR is None else address.form_place(opened.table, group, opened.count > 0, FAR)
 
 
 @triton.jit
 def _of_group(ptr, row, SIZE: tl.constexpr, FAR: tl.constexpr, STORED: tl.constexpr = False):
-    """Pointers to what is kept of the groups that `_open_groups` gives, SIZE numbers of each. STORED: as of
-    `place_row`.
-    """
+    """Pointers to the data of groups, SIZE elements each. row: from `_open_groups`. STORED: as in `place_row`."""
     return ptr + (row * SIZE if FAR is None else address.part_at(ptr, address.place_row(row, FAR, STORED)))
 
 
 @triton.jit
 def _load_centres(opened, n, dtype: tl.constexpr, FORM: tl.constexpr, EARLY: tl.constexpr, FAR: tl.constexpr):
-    """The centres of open groups n as `load_centres` gives them, and what 1 in each of these stands for."""
+    """Centres of open groups n as `load_centres` returns them, and the factor of each, float32 ``[n]``."""
     columns: tl.constexpr = index_widths(FORM.g, FORM.D)
     row = _open_groups(opened, n, FAR)
     x = stores.load_centres(_of_group(opened.signs, row, columns[0], FAR), dtype, FORM, EARLY)
@@ -128,8 +130,9 @@ def _put_bases(
     base_ptr, q, opened, first, last, inside, FORM: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
     FAR: tl.constexpr,
 ):  # fmt: skip
-    """Write the products of queries with the centres of open groups ``[first, last)`` to ``base_ptr`` ``[BR]``, where
-    queries are ``inside``, for all threads of the program.
+    """Write the products of queries with the centres of open groups ``[first, last)``, and wait until all threads of
+    the program can read them. base_ptr ``[BR]``: where each query head's products begin, one per open group. inside
+    ``[BR]``: which query heads exist.
     """
     for start in range(first, last, 16):
         n = start + tl.arange(0, 16)
@@ -141,7 +144,9 @@ def _put_bases(
 
 @triton.jit
 def _lane_bases(base_ptr, n, last, inside):
-    """Products that `_put_bases` wrote of open group n, for each of a thread's query heads; 0 from ``last`` on."""
+    """Load products that `_put_bases` wrote for open group n: ``[E]`` for each of a thread's query heads; 0 from
+    ``last`` on.
+    """
     base = ()
     for s in tl.static_range(len(base_ptr)):
         base = base + (tl.load(base_ptr[s] + n, mask=inside[s] & (n < last), other=0.0),)  # noqa: RUF005
@@ -150,7 +155,7 @@ def _lane_bases(base_ptr, n, last, inside):
 
 @triton.jit
 def _load_lanes(opened, row, store_ptr, e, FORM: tl.constexpr, FAR: tl.constexpr):
-    """One of the groups that `_open_groups` gives, by lanes."""
+    """Load the `LaneGroup` of an open group. row: from `_open_groups`."""
     columns: tl.constexpr = index_widths(FORM.g, FORM.D)
     piece, signs = _of_group(store_ptr, row, FORM.piece, FAR, True), _of_group(opened.signs, row, columns[0], FAR)
     return lane_tokens.load_group(piece, signs, e, opened.steps.dtype.element_ty, FORM)
@@ -161,8 +166,8 @@ def _lane_groups(
     sums, opened, lo, kept, store_ptr, queries, base_ptr, inside, scale, FORM: tl.constexpr, CAP: tl.constexpr,
     FAR: tl.constexpr,
 ):  # fmt: skip
-    """Add open groups from ``lo`` on, of which `_load_lanes` loaded the first, to sums by lanes. queries: rotated, as
-    `lane_tokens.lane_queries` returns them; base ``[BR]``: as `_put_bases` writes it.
+    """Add open groups from ``lo`` on to ``sums``, the `LaneSums` of one warp. kept: the first of these groups, from
+    `_load_lanes`. queries: rotated, from `lane_tokens.lane_queries`. base_ptr ``[BR]``: as in `_put_bases`.
     """
     e, hi = tl.arange(0, 32), opened.count
     lanes.check_lanes(e)
@@ -170,11 +175,12 @@ def _lane_groups(
     base = _lane_bases(base_ptr, lo, hi, inside)
     row = _open_groups(opened, lo + 1, FAR)
     for n in range(lo, hi):
-        # found two groups ahead, and loaded one
+        # rows are found two groups ahead, and groups are loaded one ahead
         next_row = _open_groups(opened, n + 2, FAR)
         ahead = kept
         if n + 1 < hi:
-            # in a branch, as the compiler would else move these loads to the end of the round, where nothing hides them
+            # the branch keeps the compiler from moving these loads to the end of the iteration, where nothing runs
+            # while they are under way
             ahead = _load_lanes(opened, row, store_ptr, e, FORM, FAR)
         next_base = _lane_bases(base_ptr, n + 1, hi, inside)
         sums = lane_tokens.add_group(sums, queries, kept, base, scale, e, CAP)
@@ -184,11 +190,11 @@ def _lane_groups(
 
 @triton.jit
 def _with_lanes(softmax, sums):
-    """The softmax with what was added by lanes."""
+    """The softmax over its own keys and those of `LaneSums`."""
     acc, m, total = lane_tokens.whole_sums(sums)  # [V, BR], [BR], [BR]
     larger = tl.maximum(softmax.m, m)
     before, now = tl.exp2(softmax.m - larger), tl.exp2(m - larger)
-    # the sums of weights are added up over the places of a tile
+    # the BN rows of ``total`` are added up at the end, so the lanes' total goes to one of them
     first = (tl.arange(0, softmax.total.shape[0]) == 0)[:, None]
     total = softmax.total * before[None, :] + tl.where(first, (total * now)[None, :], 0.0)
     return Softmax((softmax.acc[0] * before[None, :] + acc * now[None, :],), larger, total)
@@ -196,24 +202,25 @@ def _with_lanes(softmax, sums):
 
 @triton.jit
 def _rotated(softmax, rotation_ptr, FORM: tl.constexpr):
-    """The softmax with sums ``[BR, V]`` of latents as those of a store are rotated."""
+    """The softmax with its sums ``[BR, V]`` of latents rotated, as sums over stored latents are."""
     acc = rotated_part(softmax.acc[0], rotation_ptr, 0, FORM.V0, FORM.D, False, "tf32x3")
     return Softmax((acc * (1 / block_width(FORM.D)),), softmax.m, softmax.total)
 
 
 class Centres(namedtuple("Centres", "score top total splits")):
-    """Scores of centres as `condense.ops.triton.recall_step_score_kernels` writes them, of one KV head.
+    """Scores of centres that `condense.ops.triton.recall_step_score_kernels` wrote for one KV head.
 
-    score: pointers ``[BR]`` to the scores of each query head. top, total: pointers to the largest scores and sums of
-    all ``splits`` of the first query head.
+    score: pointers ``[BR]`` to the scores of each query head. top, total: pointers to the largest score and the sum of
+    each of the ``splits`` splits, of the KV head's first query head.
     """
 
 
 @triton.jit
 def _log_rest(centres, groups_ptr, count, some, r, R, BM: tl.constexpr, EARLY: tl.constexpr):
-    """Base 2 logarithm ``[BR]`` of the sum of ``2 ** score`` of the centres of all groups but the ``count`` open ones;
-    -inf where nothing is left. Query heads are r, of R; BM of the splits, or open groups, are read at once. some:
-    whether any is left; else no scores are written. EARLY: wait for the kernel that chooses, but not for scores.
+    """Base-2 logarithm ``[BR]`` of the sum of ``2 ** score`` over the centres of all closed groups but the ``count``
+    open ones; -inf where none is left. r ``[BR]``: query heads, of R. BM: splits, and then open groups, read at once.
+    some: whether any group is left; if not, there are no scores to read. EARLY: wait for the kernel that chooses groups
+    before their list is read; the sums over all centres are complete earlier.
     """
     splits, count = tl.where(some, centres.splits, 0), tl.where(some, count, 0)
     inside, n = (r < R)[None, :], tl.arange(0, BM)
@@ -233,7 +240,7 @@ def _log_rest(centres, groups_ptr, count, some, r, R, BM: tl.constexpr, EARLY: t
     rest = tl.sum(total * tl.exp2(top - largest[None, :]), 0)  # [BR]
     total = tl.zeros([BM, r.shape[0]], tl.float32)
     after_the_last(EARLY)
-    # read one tile ahead, so that scores need not wait for lists
+    # group numbers are loaded one tile ahead, so that loads of scores need not wait for them
     group = tl.load(groups_ptr + n, mask=n < count, other=0)  # [BM]
     for start in range(0, count, BM):
         there, behind = (start + n < count)[:, None], start + BM + n
@@ -241,15 +248,15 @@ def _log_rest(centres, groups_ptr, count, some, r, R, BM: tl.constexpr, EARLY: t
         score = tl.load(centres.score[None, :] + group[:, None], mask=inside & there, other=float("-inf"))  # [BM, BR]
         total += tl.exp2(score - largest[None, :])
         group = next_group
-    # the difference has the rounding error of the sum over all groups, so it may lie below 0. That error is small in
-    # the end: the tokens of the groups that are taken out weigh about as much as these do, and attention sees them
+    # the difference has the rounding error of the sum over all groups, so it may lie below 0. Beside the whole softmax
+    # the error is small: the open groups' tokens, which it sees, weigh about as much as the centres subtracted here
     rest -= tl.sum(total, 0)
     return tl.where(rest > 0, largest + tl.log2(tl.where(rest > 0, rest, 1.0)), float("-inf"))
 
 
 @triton.jit
 def _load_mean(sums, j, there, FORM: tl.constexpr, LO: tl.constexpr, N: tl.constexpr, NEAR: tl.constexpr):
-    """Columns ``[LO, LO + N)`` of the mean of the values of the first j groups, float32 ``[1, P]``; 0 if not there."""
+    """Load columns ``[LO, LO + N)`` of the mean value of the first j groups, float32 ``[1, P]``; 0 if not ``there``."""
     d = LO + tl.arange(0, tile_width(N))
     there = there & (d < LO + N)
     WIDTH: tl.constexpr = FORM.DV if FORM.DV > 0 else FORM.D
@@ -262,10 +269,11 @@ def rest_of(
     centres, sums, groups_ptr, count, closed, j, r, R,
     BM: tl.constexpr, FORM: tl.constexpr, EARLY: tl.constexpr, NEAR: tl.constexpr,
 ):  # fmt: skip
-    """The `Softmax` of BR query heads over the one token, which has no weight where all closed groups are open.
+    """The `Softmax` of BR query heads over the one token that stands for the closed groups that are not open; -inf as
+    its largest score where all are open.
 
-    groups: the ``count`` open groups. sums: `condense.ops.triton.device.address.HeadSums`, of which that of the first j
-    groups is read. Others as of `_log_rest`.
+    groups: the list of ``count`` open groups. sums: `condense.ops.triton.device.address.HeadSums`, of which the sum
+    over the first j groups is read. Other arguments as in `_log_rest`.
     """
     one, some = tl.full([r.shape[0]], 1.0, tl.float32), count < closed
     mean = one[:, None] * _load_mean(sums, j, some, FORM, 0, FORM.V0, NEAR)  # [BR, P]
@@ -285,23 +293,23 @@ def recall_attend_kernel(
     APART: tl.constexpr, HAS_REAL: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr, EARLY: tl.constexpr,
     NEAR: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
-    """part float32 ``[B, H, S, V]`` and base 2 log-sum-exp ``[B, H, S]`` of every split.
+    """Write each split's attention, part float32 ``[B, H, S, V]``, and its base-2 log-sum-exp, float32 ``[B, H, S]``.
 
-    Grid (S, B * K, tiles of BR query heads). APART: the kernel before this one reads open groups, in splits that are
-    ``ahead`` of these (`condense.ops.triton.latent_groups_kernels`).
+    Grid (S, B * K, tiles of BR query heads). APART: another kernel (`condense.ops.triton.latent_groups_kernels`) reads
+    the open groups; part and lse begin with its ``ahead`` splits.
 
-    A split reads its share of two lists. First tiles of the ring's tokens of groups that are not closed; then the open
-    groups, BN tokens at a time, of one group or of several. own: splits that read open groups alone; 0 if all read of
-    both lists. BM: above 0, the last split begins with the mean: the one token that stands for the closed groups that
-    are not open. For this it reads BM at once of the scores of centres, whose rows are ``s_centre`` long, and of the
-    ``splits`` that `recall_score_kernel` wrote of them; and one of the sums, of which a ring has ``num_sums``. Its
-    share of open groups is smaller by ``mean_tiles``; if that is 0, it has no share at all.
+    A split attends to its share of two lists: the ring's tokens that are in no closed group, then the tokens of open
+    groups, both BN at a time. own: the first ``own`` splits read open groups alone, the others the ring alone; 0: every
+    split reads both. BM > 0: the last split also attends to the mean, the one token that stands for the closed groups
+    that are not open. It reads BM splits of centres' scores at a time, of the ``splits`` that `recall_score_kernel`
+    wrote, then BM scores, whose rows are ``s_centre`` long; and one of the ring's ``num_sums`` sums. Its share of open
+    groups is ``mean_tiles`` tiles smaller; if that is 0, it reads neither list.
 
-    most_opened: stride of ``groups`` and ``place``; with part and of the numbers of
-    `condense.ops.recall.choice.Quota`. near, far: tables of the pages of tokens and of records, for which scores and
-    lists of groups are as `recall_score_kernel` and `recall_choose_kernel` say. For stores of fewer than 16 bits,
-    rotated: the rotated queries, float32 ``[B, H, D]``; rotation: `condense.ops.recall.index.rotation` in dtype of q;
-    base: room for a number of each query head and open group.
+    most_opened, least, part, of: fields of `condense.ops.recall.choice.Quota`; most_opened is also the row stride of
+    ``groups`` and ``place``. near, far: page tables of tokens and of records; with them scores and lists of groups are
+    laid out as in `recall_score_kernel` and `recall_choose_kernel`. Stores of fewer than 16 bits also need rotated, the
+    rotated queries, float32 ``[B, H, D]``; rotation, `condense.ops.recall.index.rotation` in the dtype of q; and base,
+    scratch memory for one number per query head and open group.
     """
     split, S, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     b, kvh = head // K, head % K
@@ -327,17 +335,17 @@ def recall_attend_kernel(
         ring_v_ptr += kvh * NEAR.s_head
     tiles, lane = tl.cdiv(tokens, BN), tl.arange(0, BN)
     q = load_rows(q_ptr + b * s_qb + kvh * R * s_qh, r.to(tl.int64) * s_qh, r < R, FORM.D0, FORM.D1)  # [BR, D]
-    # tensor cores take rows by 16 and columns by 8, and few query heads share a KV head: keys are the rows
+    # tensor cores take rows by 16 and columns by 8: keys are the rows, as few query heads share a KV head
     acc = _transposed(zeros(BR, FORM.V0, FORM.V1))  # [V, BR]
     softmax = Softmax(acc, tl.full([BR], float("-inf"), tl.float32), tl.zeros([BN, BR], tl.float32))
     if BM > 0:
-        # a split of its own, or the last one's, which then has so much less of the open groups
+        # alone: the last split reads the mean and nothing else
         alone, is_last = mean_tiles == 0, split == S - 1
         if is_last:
             scores, of_head = ((head if FAR is None else kvh) * R + r) * s_centre + this.start, head * R * splits
             centres = Centres(centre_ptr + scores, centre_top_ptr + of_head, centre_total_ptr + of_head, splits)
             sums = address.head_sums(sums_ptr, head, kvh, num_sums, near_ptr, DV if DV > 0 else D, NEAR)
-            # apart, the kernel before this one waited for the choice before it let this one be launched
+            # with APART, the kernel before this one waited for the choice before it allowed this launch
             waits: tl.constexpr = EARLY and not APART
             rest = rest_of(centres, sums, groups_ptr, count, closed, (t + 1) // g, r, R, BM, FORM, waits, NEAR)
             total = tl.where((lane == 0)[:, None], rest.total[None, :], 0.0)
@@ -355,12 +363,12 @@ def recall_attend_kernel(
     LANES: tl.constexpr = BY_LANES and lane_tokens.fits(FORM.bits, g, D, DV, BN, HAS_SLOTS)
     oldest = first % W
     if NEAR is not None:
-        # found one tile ahead, so that keys need not wait for tables
+        # the page table is read one tile ahead, so that loads of keys need not wait for it
         place = address.tile_in_pages(near_ptr, first, tokens, lo, BN, NEAR)
     for tile in range(lo, hi):
         n = tile * BN + lane
         if NEAR is None:
-            # places beyond the last key read that key again
+            # places past the last key read that key again
             slot = oldest + tl.minimum(n, tokens - 1)
             at_k = tl.where(slot >= W, slot - W, slot).to(tl.int64)
             at_k, at_v = at_k * D, at_k * DV
@@ -383,17 +391,17 @@ def recall_attend_kernel(
     if APART:
         near = Softmax((tl.trans(softmax.acc[0]),), softmax.m, tl.sum(softmax.total, 0))
         store_part(part_ptr, lse_ptr, _rotated(near, rotation_ptr, FORM), part_row, r < R, FORM.V0, FORM.V1)
-        # the next kernel joins the splits of both, and rotates back
+        # the next kernel joins the splits of both kernels, and rotates the result back
         after_the_last(EARLY)
         return
     # three products of tf32 are as exact as one of float32
     EXACT: tl.constexpr = "ieee" if PRECISION == "ieee" else "tf32x3"
-    # sums of codes would be too large or too small for float16
+    # sums of unscaled codes would be too large or too small for float16
     WORDS: tl.constexpr = stores.in_words(FORM) and not q_ptr.dtype.element_ty.is_fp16()
     if FORM.bits < 16:
-        # keys of the store are rotated, and values where these are columns of keys. A rotated query is divided by the
-        # width of the rotation's blocks, and products are multiplied by it, so that float16 holds all numbers
-        is_rotated = (r < R) & (count > 0)  # while no group is closed nobody rotates queries
+        # keys of the store are rotated, and so are values that are columns of keys. Rotated queries are divided by the
+        # width of the rotation's blocks, and products multiplied by it, so that float16 holds all numbers
+        is_rotated = (r < R) & (count > 0)  # before the first group closes, rotated queries may not be written
         rotated = load_rows(rotated_ptr + head * R * D, r.to(tl.int64) * D, is_rotated, FORM.D0, FORM.D1)
         q = [(x * (1 / block_width(D))).to(q[0].dtype) for x in rotated]
         scale *= block_width(D)
@@ -424,11 +432,11 @@ def recall_attend_kernel(
         behind = tl.minimum(tl.cdiv(hi, PARTS) * BG, count)
     if LANES:
         queries, sums = lane_tokens.lane_queries(rotated[0] * (1 / block_width(D))), lane_tokens.no_sums(BR // 4)
-    # the kernel before this one chooses groups. It lets this one be launched once those that wrote the ring and rotated
-    # queries have ended
+    # wait for the kernel that chooses groups. It allowed this launch once the kernels before it had ended: the ring and
+    # the rotated queries, which are read above, were complete
     after_the_last(EARLY)
     if LANES:
-        # on its way while bases are made. A split's groups end at hi
+        # the first group is loaded while bases are computed. The split's groups end at hi
         opened = _Opened(groups_ptr, hi, opened.table, signs_ptr, steps_ptr)
         kept = _load_lanes(opened, _open_groups(opened, lo, FAR), store_ptr, tl.arange(0, 32), FORM, FAR)
     if WORDS:
@@ -439,7 +447,7 @@ def recall_attend_kernel(
         if WORDS:
             softmax = _split(softmax, DV)
         shift = tl.zeros([BN, BR], tl.float32)
-        # found one tile ahead, so that tokens need not wait for lists
+        # rows are found one tile ahead, so that loads of tokens need not wait for the list
         row = _open_groups(opened, lo // PARTS * BG + n, FAR)
         for tile in range(lo, hi):
             at, start = tile // PARTS * BG + n, tile % PARTS * T
@@ -463,13 +471,13 @@ def recall_attend_kernel(
                 s = _scores(q, words.k, PRECISION) * words.unit[:, None] + base
                 s = soft_cap(s * scale, CAP)[0] + offset[:, None]
                 softmax, p, alpha = _add(softmax, s, words.v, words.step, PRECISION)
-                # weighted middles of values, to be added to all columns
+                # weighted sums of zero + MIDDLE * step, the part of a value that is equal in all its columns
                 shift = shift * alpha[None, :] + p * (words.zero + MIDDLE * words.step)[:, None]
             else:
                 k, v = stores.load_groups(pieces, start + token, q[0].dtype, FORM, HAS_SLOTS)  # [BN, D], [BN, V]
                 softmax = _add_keys(softmax, q, k, v, offset, scale, CAP, PRECISION)
         if WORDS:
-            # in all parts
+            # added to all columns of all parts
             shift = tl.sum(shift, 0)[None, :]
             softmax = _joined(Softmax([x + shift for x in softmax.acc], softmax.m, softmax.total), DV)
     if LANES:

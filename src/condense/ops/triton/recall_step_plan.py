@@ -1,4 +1,4 @@
-"""Launch arguments of a decode step of Recall that are no tensors: grids, numbers, constants, sizes of scratch memory.
+"""Launch arguments of a decode step of Recall other than tensors: grids, numbers, constants, sizes of scratch memory.
 
 Shapes as in `condense.ops.triton.recall_step`.
 """
@@ -22,29 +22,29 @@ from condense.ops.triton.recall_step_tiles import is_early, num_splits, splits_o
 from condense.ops.triton.recall_store_kernels import Form
 from condense.ops.triton.step_plan import StepShape
 
-# fewer groups than this are not chosen from any faster
+# ranking fewer groups than this takes no less time
 _FEW_RANKED = 1024
-# groups of a thread that chooses: more if a multiprocessor runs more than one program
+# groups per thread of the kernel that chooses; twice as many if a multiprocessor runs more than one program
 _OF_THREAD = 16
-# scores that such a thread holds at once, half of its registers
+# scores that such a thread holds at once, in half of its registers
 _SCORES_OF_THREAD = 64
-# a choice joins so many splits of scores at once, or more: one kernel for most numbers of rows
+# fewest splits of scores in a tile of that kernel: with one width for most batch sizes, it is compiled once for them
 _LEAST_SPLITS = 128
-# numbers that a warp reads at once of the scores of centres
+# scores of centres that a warp reads at once
 _GATHERED = 512
 
 
 def apart(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Sizes of pieces of memory, rounded up so that each begins at a multiple of 128 bytes."""
+    """Sizes of pieces of memory, in elements of 4 bytes, rounded up so that each begins at a multiple of 128 bytes."""
     return tuple(cdiv(n, 32) * 32 for n in sizes)
 
 
 class Plan(NamedTuple):
     """Launch arguments of a step's kernels, without tensors and strides: grid, numbers, constants, options of each.
 
-    scratch: sizes of the tensors of `condense.ops.triton.recall_step.StepScratch`, float32 and int32. rotate: of the
-    kernel that rotates queries, or None where ``score`` does. opened: of the kernel that reads open groups, or None
-    where ``attend`` does.
+    scratch: sizes of the float32 and of the int32 tensors of `condense.ops.triton.recall_step.StepScratch`. rotate: the
+    kernel that rotates queries, None if ``score`` does it. opened: the kernel that reads open groups, None if
+    ``attend`` does it.
     """
 
     scratch: tuple[tuple[int, ...], tuple[int, ...]]
@@ -63,7 +63,7 @@ def close_of(shape: StepShape) -> tuple[Any, ...]:
     (B, K, widths, G, W, _, N, T, _), settings = shape.sizes, numbered_settings(shape.number)
     form = Form.of(settings.store_format, shape.dtype, widths, shape.latent)
     return (
-        # the last program of a head adds to sums
+        # programs of a KV head; the fourth adds the values of a group to the running sums
         (B * K, 4 if settings.sees_rest else 3, 1),
         (K, G, W, N, T, settings.summary_delay),
         (form, shape.has_real, is_early(shape.device), shape.near, shape.far),
@@ -82,23 +82,23 @@ def plan_of(shape: StepShape) -> Plan:
     form = Form.of(settings.store_format, dtype, (D, Dv), latent)
     tiles = tiles_of(shape, form)
     if not choice.store.on_host:
-        tiles = tiles._replace(weight=0)  # shares of both lists are even at any length
+        tiles = tiles._replace(weight=0)  # every split reads both the ring and open groups
     R, V, early, is_apart = H // K, latent or Dv, tiles.early, tiles.opened is not None
     r, GROUPS = choice.quota.at(G), power_of_2(max(G, 4))
     of_quota, has_mean = (r, *choice.quota[1:]), choice.mean and r < G
-    # groups of a tile of scores
+    # groups per tile of scores
     GS = max(1, tiles.score.rows // power_of_2(g))
     score_tiles = cdiv(R, tiles.score_heads)
     S0, *few0 = num_splits(device, B * K * score_tiles, cdiv(G, GS), tiles.score.waves)
     splits = splits_of(shape, tiles, r * g, has_mean)
-    # so many centres are read at once by the program of the mean
+    # scores of centres that the program of the mean reads at once
     BM = max(1, _GATHERED * tiles.attend.num_warps // tiles.heads) if has_mean else 0
-    # parts that are joined at once, and their columns: those of a block of the rotation, where they are rotated back
+    # splits that are joined at once, and columns per program: a block of the rotation, if they are rotated back
     joined = splits.ahead + splits.attend
     BS = 64 if is_apart else min(256, max(64, power_of_2(joined)))
     BC = block_width(D) if is_apart else min(4096 // BS, power_of_2(V))
     ranking, ranking_options = _ranking_of(shape, GROUPS, r, S0)
-    # row stride of scratch memory by groups
+    # row stride of scratch memory that has one number per group
     row = G if far is None else shape.all
     scale, precision = scale * LOG2E, "ieee" if dtype == torch.float32 else "tf32"
     chained = {"launch_pdl": True} if early else {}
@@ -151,7 +151,10 @@ def plan_of(shape: StepShape) -> Plan:
 
 
 def _ranking_of(shape: StepShape, groups: int, r: int, splits: int) -> tuple[Ranking, dict[str, int]]:
-    """The constants and options of the kernel that chooses. groups: as a power of two; splits: of the scores."""
+    """The constants and launch options of the kernel that chooses.
+
+    groups: groups that a KV head has room for, as a power of two. r: most open groups. splits: splits of the scores.
+    """
     device, H, B, K, slots = shape.device, shape.H, shape.sizes.rows, shape.sizes.heads, shape.slots
     shared = device.type == "cuda" and gpu_of(device).multiprocessors < B * K
     warps = max(4, min(16, power_of_2(max(groups // (_OF_THREAD << shared), slots)) // 32))
@@ -160,12 +163,12 @@ def _ranking_of(shape: StepShape, groups: int, r: int, splits: int) -> tuple[Ran
         power_of_2(max(r, 1)) if slots else 1, power_of_2(max(splits, _LEAST_SPLITS)),
         max(1, min(16, power_of_2(H // K), _SCORES_OF_THREAD * 32 * warps // groups)),
     )  # fmt: skip
-    most = {"maxnreg": 128} if device.type == "cuda" else {}  # the most that 16 warps can have
+    most = {"maxnreg": 128} if device.type == "cuda" else {}  # the most per thread for 16 warps
     return ranking, {"num_warps": warps, **most}
 
 
 def _scratch_of(shape: StepShape, splits: tuple[int, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Sizes of scratch memory, `Plan.scratch`. splits: of the scores, and of all parts that are joined."""
+    """Sizes of scratch memory (`Plan.scratch`). splits: number of splits of the scores, and of attention."""
     (B, K, (D, Dv), G, *_), H, S, latent = shape.sizes, shape.H, shape.slots, shape.latent
     choice = numbered_settings(shape.number).choice
     assert choice is not None
@@ -173,7 +176,7 @@ def _scratch_of(shape: StepShape, splits: tuple[int, int]) -> tuple[tuple[int, .
     if shape.far is None:
         of_scores, of_bases = queries * power_of_2(max(G, 4)), queries * r
         of_lists, of_slots = pairs * r, pairs * G
-    else:  # rows share what is kept by groups
+    else:  # rows share arrays that have one number per group
         of_scores = of_bases = H * shape.all
         of_lists = of_slots = K * shape.all
     of_splits, parts = queries * splits[0], queries * splits[1]

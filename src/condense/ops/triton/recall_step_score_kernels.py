@@ -1,8 +1,8 @@
 """Kernel of Recall's decode step that scores the index of closed groups, and one that rotates wide queries before it.
 
 Shapes and names as in `condense.ops.triton.recall_step_kernels`. A tile holds T tokens of each of BG groups; T is g
-as a power of two, and the last token of a group fills it up. Where a GPU counts bits, a warp reads 8 groups at a time
-instead, for 4 query heads (`condense.ops.triton.device.lane_signs`).
+rounded up to a power of two, and a group's last token is repeated to fill the tile. On Hopper a warp reads 8 groups at
+a time instead, for 4 query heads (`condense.ops.triton.device.lane_signs`).
 """
 
 from __future__ import annotations
@@ -23,38 +23,40 @@ from condense.ops.triton.recall_choice_kernels import wanted_groups
 from condense.ops.triton.recall_close_kernels import row_of_step
 
 _CENTRE = tl.constexpr(float(CENTRE_LEVELS))
-# groups whose centres are multiplied, and scores added up, at a time
+# groups per tile of the loop that adds the centres' products to scores
 _ADDED = tl.constexpr(64)
 
 
 @triton.jit
 def _found(far_ptr, group, closed, FAR: tl.constexpr):
-    """Numbers of groups, or the places of their records; beyond the closed groups those of the last one."""
+    """Rows of groups in the index: their numbers, or in pages the places (`form_place`) of their records. A number past
+    the closed groups stands for the last closed one.
+    """
     row = tl.minimum(group, closed - 1)
     return row if FAR is None else form_place(far_ptr, row, closed > 0, FAR)
 
 
 @triton.jit
 def _of_index(ptr, row, SIZE: tl.constexpr, FAR: tl.constexpr):
-    """Offsets of what an index has of the groups that `_found` gives, SIZE numbers of each."""
+    """Offsets in ``ptr`` of the data of groups, SIZE elements each. row: from `_found`."""
     return row.to(tl.int64) * SIZE if FAR is None else part_at(ptr, place_row(row, FAR))
 
 
 @triton.jit
 def _load_steps(steps_ptr, row, i, closed, g: tl.constexpr, FAR: tl.constexpr):
-    """Steps i of the groups that `_found` gives, of which the last is the centre's; 0 if no group is closed."""
+    """Load steps of tokens i of groups, float32; i = g is the centre's. 0 if no group is closed. row: from `_found`."""
     return tl.load(steps_ptr + _of_index(steps_ptr, row, g + 1, FAR) + i, mask=closed > 0, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _signs_at(signs_ptr, row, i, g: tl.constexpr, D: tl.constexpr, FAR: tl.constexpr):
-    """Offsets of the signs of tokens i of the groups that `_found` gives; those of token g are the centre's codes."""
+    """Offsets of the sign bytes of tokens i of groups; i = g gives the centre's codes. row: from `_found`."""
     return _of_index(signs_ptr, row, index_widths(g, D)[0], FAR) + i * sign_bytes(D)
 
 
 @triton.jit
 def _load_signs(signs_ptr, row, i, g: tl.constexpr, D: tl.constexpr, FAR: tl.constexpr):
-    """Bytes of signs of tokens i of the groups that `_found` gives."""
+    """Load the sign bytes of tokens i of groups, uint8 ``[n, bytes]``. row: from `_found`."""
     W: tl.constexpr = sign_bytes(D)
     c = tl.arange(0, tile_width(W))
     at = signs_ptr + _signs_at(signs_ptr, row, i, g, D, FAR)[:, None] + c[None, :]  # [n, bytes]
@@ -63,19 +65,21 @@ def _load_signs(signs_ptr, row, i, g: tl.constexpr, D: tl.constexpr, FAR: tl.con
 
 @triton.jit
 def _found_by_lanes(far_ptr, first, closed, e, FAR: tl.constexpr):
-    """Numbers or places of groups ``first + e // 4``, ``[E]``, as `_found` gives them."""
+    """Rows of groups ``first + e // 4``, ``[E]``, as `_found` returns them, but at least 0."""
     return tl.maximum(_found(far_ptr, first + e // 4, closed, FAR), 0)
 
 
 @triton.jit
 def _load_lanes(signs_ptr, steps_ptr, row, e, g: tl.constexpr, D: tl.constexpr, FAR: tl.constexpr):
-    """The index of the 8 groups of a warp, which `_found_by_lanes` finds: for each group words of signs of its tokens,
-    for `lane_signs.sign_products`; for each two groups a step, for `_steps_of_tokens`; words and step of the centre of
-    a thread's group, for `lane_signs.centre_product`.
+    """Load the index of a warp's 8 groups. row: from `_found_by_lanes`.
+
+    Returns a pair of words of token signs per group, for `lane_signs.sign_products`; one step per pair of groups, for
+    `_steps_of_tokens`; and the words and the step of the centre of the thread's group ``e // 4 % 8``, for
+    `lane_signs.centre_product`.
     """
     signs, steps = (), ()
     for i in tl.static_range(0, 8, 2):
-        # each group is found by four lanes, which tell the others
+        # only lanes 4 i to 4 i + 3 know the row of group i: they broadcast it
         first, second = lanes.from_lane(row, 4 * i), lanes.from_lane(row, 4 * i + 4)
         for of_group in tl.static_range(2):
             at = signs_ptr + e % 32 * 4 + _signs_at(signs_ptr, second if of_group else first, 0, g, D, FAR)
@@ -88,8 +92,10 @@ def _load_lanes(signs_ptr, steps_ptr, row, e, g: tl.constexpr, D: tl.constexpr, 
 
 @triton.jit
 def _steps_of_tokens(steps):
-    """Steps of tokens ``e // 4 % 8`` of the 8 groups of a warp, and of those 8 further on, from steps as `_load_lanes`
-    loads them: lane ``2 i + j`` of four has, of the i-th of two groups, that of the token 8 j further on.
+    """Steps of tokens ``e // 4 % 8`` and ``e // 4 % 8 + 8`` of each of a warp's 8 groups: 8 pairs of float32 ``[E]``.
+
+    steps: one tensor ``[E]`` per pair of groups, from `_load_lanes`. Lane ``2 i + j`` of four adjacent ones holds the
+    step of token ``e // 4 % 8 + 8 * j`` of group i of the pair.
     """
     result = ()
     for pair in tl.static_range(0, 4, 2):
@@ -101,24 +107,24 @@ def _steps_of_tokens(steps):
 
 @triton.jit
 def _lane_scores(kept, planes, numbers, total, e):
-    """Scores of 8 groups in whole numbers of the query, ``[E]``: group ``e // 4 % 8`` of the warp, head ``e % 4``. They
-    are sums of what is returned: of the best of a group's tokens, and of its centre.
+    """Two terms of the scores of a warp's 8 groups, float32 ``[E]``: the best product of a group's tokens, and the
+    product of its centre, both without the query's scale. Thread e has group ``e // 4 % 8`` and head ``e % 4``.
     """
     signs, steps, words, unit = kept
     best, steps = (), _steps_of_tokens(steps)
     for i in tl.static_range(8):
         first, second = lane_signs.sign_products(signs[i][0], signs[i][1], total * -COUNT, planes)
         best = best + (tl.maximum(first * steps[i][0], second * steps[i][1]),)  # noqa: RUF005
-    # a number is twice its code, less a constant
+    # a centre's number is ``2 * code - _CENTRE``; the product with codes comes multiplied by 2 ** -20
     centre = lane_signs.centre_product(words, numbers) * 2.0**21 - total * _CENTRE
     return lanes.largest_of_rows(best, e) * (1 / COUNT), centre * unit.to(tl.float32)
 
 
 @triton.jit
 def _added(top, total, s):
-    """The largest scores, and the sums of ``2 ** (score - largest)``, with more scores, -inf where there are none.
+    """Update the largest scores and the sums of ``2 ** (score - largest)`` by scores s; -inf stands for no score.
 
-    Kept per place in a tile: to join them, warps would wait for each other.
+    Each place in a tile keeps its own: reducing every tile would make warps wait for each other.
     """
     larger = tl.maximum(top, s)
     safe = tl.where(larger == float("-inf"), 0.0, larger)
@@ -127,7 +133,7 @@ def _added(top, total, s):
 
 @triton.jit
 def _store_total(top_ptr, total_ptr, top, total, inside):
-    """Store what `_added` gives for each query head, of all places ``[n, BR]``."""
+    """Reduce results of `_added`, ``[n, BR]``, over the n places of a tile and store them, one per query head."""
     larger = tl.max(top, 0)  # [BR]
     safe = tl.where(larger == float("-inf"), 0.0, larger)
     tl.store(top_ptr, larger, mask=inside)
@@ -139,10 +145,10 @@ def recall_rotate_kernel(
     q_ptr, rotated_ptr, whole_ptr, rotation_ptr, s_qb, s_qh, K, R, D: tl.constexpr, BR: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Rotate queries that `in_pieces` are multiplied, see `put_queries`; grid (B * K, tiles of BR query heads).
+    """Rotate and round queries of a width that is read `in_pieces`, see `put_queries`. Grid (B * K, tiles of BR heads).
 
-    Rotating is more code than scoring: programs that did both for few groups each ended later. rotated: as of
-    `recall_score_kernel`.
+    It is a kernel of its own because rotating is more code than scoring: with few groups per program, programs that
+    also rotate take longer than both kernels. rotated: as in `recall_score_kernel`.
     """
     if EARLY:
         gdc_launch_dependents()
@@ -153,7 +159,7 @@ def recall_rotate_kernel(
         rotated_ptr += head * R * D
     sign_pieces.put_queries(q_ptr, s_qh, r, R, rotation_ptr, rotated_ptr, whole_ptr, D)
     if EARLY:
-        # a kernel that waits for this one also needs what the one before this one wrote
+        # a kernel that waits for this one also reads results of the kernel before it
         gdc_wait()
 
 
@@ -165,23 +171,23 @@ def recall_score_kernel(
     g: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BG: tl.constexpr, GROUPS: tl.constexpr, CAP: tl.constexpr,
     HAS_REAL: tl.constexpr, EARLY: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
-    """Write index scores of closed groups, float32 ``[B, H, GROUPS]``; and for every split the largest score, and the
-    sum of ``2 ** (score - largest)``. centre, centre_top, centre_total: the same of the scores of centres, soft-capped
-    with CAP, for the kernel that attends; None: it does not read them.
+    """Write index scores of closed groups, float32 ``[B, H, GROUPS]``, and per split the largest score and the sum of
+    ``2 ** (score - largest)``, float32 ``[B, H, S]``. Where all closed groups are opened (`wanted_groups`), no scores
+    are written, and -inf and 0 per split. centre, centre_top, centre_total: the same for scores of centres, soft-capped
+    with CAP, for the kernel that attends; None if it does not read them.
 
-    Grid (S, B * K, tiles of BR query heads), of which only ``few`` splits have work if there are fewer tiles of groups
-    than ``enough``. Scores are those of `condense.ops.recall.choice` to the bit, those of centres before the cap, for
-    this ``scale``, which holds log2(e), if the sums of rotated queries are the same to the bit. Where all closed groups
-    are opened, no scores are written: `condense.ops.recall.choice.Quota`. rotation: as for `recall_close_kernel`. far:
-    table of the pages of records, for which scores are ``[H, G]``, with the groups of a row from its ``start`` on; None
-    for arrays. rotated: float32 ``[B, H, D]``, where rotated queries are written for the kernel that attends; None: it
-    does not read them. whole: those that `recall_rotate_kernel` wrote, where they are `in_pieces`.
+    Grid (S, B * K, tiles of BR query heads). Only ``few`` splits have work if there are fewer than ``enough`` tiles of
+    groups. Scores include ``scale``, which holds log2(e). If the sums of rotated queries equal those of
+    `condense.ops.recall.choice` to the bit, so do the scores, and those of centres before the cap. rotation: as in
+    `recall_close_kernel`. far: page table of records; then scores are ``[H, G]``, a row's groups from its ``start`` on;
+    None for arrays. rotated: float32 ``[B, H, D]``, output: rotated queries for the kernel that attends; None if it
+    does not read them. whole: results of `recall_rotate_kernel` for widths that are read `in_pieces`.
     """
     split, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, kvh = head // K, head % K
     this = row_of_step(seen_ptr, real_ptr, before_ptr, b, window, G, g, HAS_REAL, FAR is not None)
     t, all_closed, closed = this.t, this.all_closed, this.closed
-    # nobody asks for scores where all closed groups are opened
+    # no tiles, so no scores, where all closed groups are opened
     tiles = tl.where(wanted_groups(closed, most_opened, least, part, of) == closed, 0, tl.cdiv(closed, BG))
     S = tl.where(tiles < enough, few, tl.num_programs(0))
     T: tl.constexpr = triton.next_power_of_2(g)
@@ -206,26 +212,26 @@ def recall_score_kernel(
     if centre_ptr is not None:
         centre_ptr += of_scores
     asked = tl.where(closed > 0, R, 0)
-    # [BR, bytes], [BR], [BR]
+    # queries: parts [BR, bytes]; sums and unit: [BR]
     if sign_pieces.in_pieces(D):
         if EARLY:
             gdc_wait()
         whole_ptr = whole_ptr.to(tl.pointer_type(tl.int8)) + head * R * sign_pieces.query_bytes(D)
         queries, sums, unit = sign_pieces.load_queries(whole_ptr, r, asked, D)
     else:
-        # each split rotates queries anew, from a matrix in the L2 cache: if the kernel before this one rotated them,
-        # this one would have to wait for it, but runs beside it in most steps, which close no group
+        # every split rotates the queries again, by a matrix in the L2 cache, so that this kernel need not wait for the
+        # one before it in the many steps that close no group
         if rotated_ptr is not None:
             rotated_ptr += head * R * D
         q_ptr += b * s_qb + kvh * R * s_qh
         queries, sums, unit = rotated_queries(q_ptr, s_qh, r, asked, rotation_ptr, rotated_ptr, split == 0, D)
     if EARLY:
         gdc_launch_dependents()
-        # the kernel before this one closes a group, and writes its index; in pages, one that another row may read too
+        # wait for the kernel that writes the index of a group that closes now; in pages other rows may read it too
         if (FAR is not None) | (t + 1 - window == all_closed * g):
             gdc_wait()
     lo, hi = tiles * split // S, tiles * (split + 1) // S
-    # such tensor cores, programmatic launches and assembly are what a GPU has and the interpreter has not
+    # instructions for Hopper: only there the plan gives a tile HEADS query heads
     if EARLY and BR == HEADS:
         e = tl.arange(0, BG * BR)
         lanes.check_lanes(e)
@@ -237,7 +243,7 @@ def recall_score_kernel(
         top, total = tl.full([BG * BR], float("-inf"), tl.float32), tl.zeros([BG * BR], tl.float32)
         centre_top, centre_total = top, total
         kept = _load_lanes(signs_ptr, steps_ptr, _found_by_lanes(far_ptr, lo * BG, closed, e, FAR), e, g, D, FAR)
-        # found two tiles ahead, and loaded one
+        # rows are found two tiles ahead, and their index is loaded one tile ahead
         row = _found_by_lanes(far_ptr, (lo + 1) * BG, closed, e, FAR)
         for tile in range(lo, hi):
             next_row = _found_by_lanes(far_ptr, (tile + 2) * BG, closed, e, FAR)
@@ -258,7 +264,7 @@ def recall_score_kernel(
     else:
         n = tl.arange(0, BG * T)
         i = tl.minimum(n % T, g - 1)
-        # found and loaded one tile ahead
+        # rows are found, and their steps loaded, one tile ahead
         row = _found(far_ptr, lo * BG + n // T, closed, FAR)
         step = _load_steps(steps_ptr, row, i, closed, g, FAR)  # [BG * T]
         for tile in range(lo, hi):
@@ -274,7 +280,8 @@ def recall_score_kernel(
             group = tile * BG + tl.arange(0, BG)
             tl.store(score_ptr[None, :] + group[:, None], best, mask=(group < closed)[:, None] & (r < R)[None, :])
             row, step = next_row, next_step
-        # read again, from the cache, in larger tiles: those of centres would be small beside those of their tokens
+        # scores are read again, from the cache, to add the centres' products: a tile above has too few groups for an
+        # efficient product
         tl.debug_barrier()
         last = tl.minimum(hi * BG, closed)
         top = tl.full([_ADDED, BR], float("-inf"), tl.float32)
@@ -301,5 +308,5 @@ def recall_score_kernel(
     if centre_ptr is not None:
         _store_total(centre_top_ptr + of_split, centre_total_ptr + of_split, centre_top, centre_total, r < R)
     if EARLY:
-        # a kernel that waits for this one also needs what the one before this one wrote
+        # a kernel that waits for this one also reads results of the kernel before it
         gdc_wait()

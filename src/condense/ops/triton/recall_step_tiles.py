@@ -16,22 +16,22 @@ from condense.ops.triton.host import cdiv, gpu_of, power_of_2
 from condense.ops.triton.recall_store_kernels import Form
 from condense.ops.triton.step_plan import StepShape
 
-# KV heads of all rows from which on a step counts as one of many rows: four of Llama 3.1 8B
+# KV heads, over all rows, from which on a step counts as one of many rows: 4 rows of Llama 3.1 8B
 _MANY_HEADS = 32
-# a program's fixed cost in tiles: with fewer tiles per split, fewer splits are faster
+# tiles per split below which fewer splits are faster, because each program also has a fixed cost
 _TILES_OF_SPLIT = 16
-# tiles of query heads of all rows from which on a step on latents counts as one of many
+# tiles of query heads, over all rows, from which on a step on latents counts as one of many rows
 _MANY_OF_LATENTS = 4
-# tiles of the ring that a program reads where open groups are read apart
+# tiles of the ring per program if another kernel reads the open groups
 _RING_TILES = 3
-# the mean takes as long as so many tokens of open groups, and one more for each so many that are open
+# the time to read the mean, in tokens of open groups: a fixed part, and one token for so many that are open
 _MEAN_TOKENS, _OPENED_OF_MEAN = 64, 128
 
 
 class GroupTiles(NamedTuple):
-    """rows: tokens per tile. num_warps, num_stages: Triton's. waves: programs wanted per multiprocessor.
-    registers: the most of a thread; 0: as many as the compiler likes. least: tiles of open groups that make a
-    program worth its own work; with fewer to each there are fewer programs, but no fewer than fill half of the waves.
+    """The tiles of one kernel. rows: tokens per tile. num_warps, num_stages: Triton's. waves: programs wanted per
+    multiprocessor. registers: most per thread, 0 for no limit. least: tiles of open groups that a program should have
+    at least; there are fewer programs if each would have fewer, but enough to fill half of the waves.
     """
 
     rows: int
@@ -43,28 +43,28 @@ class GroupTiles(NamedTuple):
 
     @property
     def options(self) -> dict[str, int]:
-        """Triton's options."""
+        """Launch options for Triton."""
         most = {"maxnreg": self.registers} if self.registers else {}
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, **most}
 
 
-# tiles of scores for `condense.ops.triton.device.lane_signs`, 128 tokens to a warp: for few heads and for many
+# tiles of scores for `condense.ops.triton.device.lane_signs`, 128 tokens per warp: for few KV heads and for many
 _LANES = (GroupTiles(1024, 8, 1, 2, 128), GroupTiles(512, 4, 1, 4, 128))
 # tiles of scores by `condense.ops.triton.device.sign_pieces`
 _PIECES = GroupTiles(128, 8, 4, 2, 128)
-# tiles of open groups by `condense.ops.triton.latent_groups_kernels`: few are read sooner by more warps, of many two
-# programs share a multiprocessor. MiniCPM3's latents need half the registers
+# tiles of open groups for `condense.ops.triton.latent_groups_kernels`: more warps read few tiles faster; with many
+# tiles two programs share a multiprocessor. MiniCPM3's latents need half the registers
 _OPENED = (GroupTiles(latent_groups.ROWS.value, 8, 1, 1), GroupTiles(latent_groups.ROWS.value, 4, 1, 2))
 _NARROW_OPENED = GroupTiles(latent_groups.ROWS.value, 8, 1, 2, 128)
 
 
 class StepTiles(NamedTuple):
-    """Tiles of the kernels that score and attend, and their query heads.
+    """Tiles of the kernels that score and attend. score_heads, heads: query heads per tile of each.
 
-    opened: those of another kernel that reads the open groups, if there is one. early: kernels are launched before the
-    one ahead of them has ended (programmatic dependent launch). weight: with a store in host memory some splits read
-    open groups alone, as if one of their tokens took so many times as long as one of the ring; so reads over the bus go
-    on beside those of the ring. 0: every split reads of both.
+    opened: tiles of a kernel of its own that reads the open groups, None without one. early: a kernel may be launched
+    before the one before it has ended (programmatic dependent launch). weight: with a store in host memory some splits
+    read open groups alone, so that reads over the bus overlap those of the ring; a token of an open group then counts
+    as ``weight`` tokens of the ring. 0: every split reads both.
     """
 
     score: GroupTiles
@@ -77,9 +77,9 @@ class StepTiles(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """The splits of a KV head's work. ahead: those whose open groups another kernel reads; attend: those of the kernel
-    that attends; own: how many of these read open groups alone; mean_tiles: by how many tiles the last one's share is
-    smaller, as it reads the mean; 0: there is none, or the last one reads nothing else.
+    """Numbers of splits of a KV head's work. ahead: of the kernel that only reads open groups, 0 without one. attend:
+    of the kernel that attends. own: how many of these read open groups alone. mean_tiles: tiles that the last split
+    reads less because it reads the mean; 0 if there is no mean, or the last split reads nothing else.
     """
 
     ahead: int
@@ -89,8 +89,8 @@ class Splits(NamedTuple):
 
 
 def _table(device: torch.device, dtype: torch.dtype, width: int, heads: int, bits: int) -> StepTiles:
-    """Tiles by dtype, the wider of keys and values, the KV heads of all rows, and the bits of the store, with the most
-    query heads that they may have.
+    """Tiles for a dtype, the larger width of keys and values, the number of KV heads over all rows, and the bits of the
+    store. Their numbers of query heads are upper limits.
     """
     if device.type != "cuda":  # the interpreter
         return StepTiles(GroupTiles(16, 4, 1, 1), 16, GroupTiles(16, 4, 1, 1), 16, None, False, 2)
@@ -101,22 +101,21 @@ def _table(device: torch.device, dtype: torch.dtype, width: int, heads: int, bit
     if dtype == torch.float32 or width > 128:
         return StepTiles(GroupTiles(256, 4, 3, 2), 64, GroupTiles(32, 4, 2, 2), 64, None, early, 0)
     if bits == 4 and dtype == torch.bfloat16:
-        # a warp that has a tile of its own does not wait for others
+        # programs of one warp, which need not wait for other warps
         attend = GroupTiles(16, 1, 2, 16, 128)
     else:
-        # with many heads, shorter programs share a multiprocessor evenly; few are done sooner by programs of more warps
+        # many heads: small programs share a multiprocessor evenly. Few: programs of more warps end sooner
         attend = GroupTiles(32, 2, 2, 8) if many else GroupTiles(64, 4, 3, 3)
     return StepTiles(GroupTiles(256, 4, 4, 8 if many else 4), 64, attend, 64, None, early, 5)
 
 
 def num_splits(device: torch.device, programs: int, tiles: int, waves: int) -> tuple[int, int, int]:
-    """Numbers ``most``, ``few``, ``enough``: most programs share the work on one KV head; few, below enough tiles.
+    """Numbers of splits for a KV head: ``most``; ``few``, for fewer than ``enough`` tiles; and ``enough``.
 
-    programs: those of a kernel if each head had one. tiles: the most of a head.
-    A GPU runs ``waves`` programs per multiprocessor at once. What counts is how many rounds of these there are, over
-    the shares that a head's work is cut into: with 160 heads in two shares each a fifth of 396 places stays idle, in
-    seven almost none. But each program also has work of its own, and short texts have few tiles: then one round is
-    enough.
+    programs: programs of the kernel with one split per head. tiles: most tiles of a head.
+    A GPU runs ``waves`` programs per multiprocessor at once, so programs run in rounds. The time is the number of
+    rounds divided by the splits per head: 160 heads in two splits leave a fifth of 396 places idle, in seven almost
+    none. But each program also has a fixed cost, and short texts have few tiles: for them ``few`` fills one round.
     """
     if device.type != "cuda":
         most = max(1, min(3, tiles))
@@ -131,7 +130,7 @@ def num_splits(device: torch.device, programs: int, tiles: int, waves: int) -> t
 
 
 def is_early(device: torch.device) -> bool:
-    """True where a kernel can be launched before the one ahead of it has ended."""
+    """Whether a kernel can be launched before the one before it has ended."""
     return device.type == "cuda" and gpu_of(device).capability >= (9, 0)
 
 
@@ -148,11 +147,11 @@ def tiles_of(shape: StepShape, form: Form) -> StepTiles:
         opened = _OPENED[many] if D > 288 else _NARROW_OPENED
     in_lanes = lane_tokens.fits(form.bits, g, D, form.DV, attend.rows, shape.slots > 0)
     if early and dtype == torch.bfloat16 and few_heads and in_lanes:
-        # these load the next tile themselves, for which they need more registers
+        # these kernels load the next tile without Triton's pipelining (one stage), for which they need more registers
         attend_heads = cdiv(R, lane_heads) * lane_heads
         attend = attend._replace(num_stages=1, waves=12, registers=168, least=4)
-    # later tensor cores do not count bits: there each such instruction is some sixty others. Every four heads read the
-    # index anew
+    # only on Hopper: for later GPUs each product of bits is compiled to some sixty instructions. Only for few heads,
+    # because every tile of four reads the index again
     if is_hopper and few_heads and lane_signs.fits(g, D):
         score_heads, score = lane_heads, _LANES[B * K >= _MANY_HEADS]
     elif early and in_pieces(D):
@@ -161,7 +160,7 @@ def tiles_of(shape: StepShape, form: Form) -> StepTiles:
 
 
 def splits_of(shape: StepShape, tiles: StepTiles, opened: int, has_mean: bool) -> Splits:
-    """The splits of a step. opened: the most tokens of open groups."""
+    """The splits of a step. opened: most tokens of open groups. has_mean: whether queries see the mean."""
     device, H, B, K, tokens = shape.device, shape.H, shape.sizes.rows, shape.sizes.heads, shape.sizes.tokens
     if tiles.opened is not None:
         programs = B * cdiv(H, latent_groups.HEADS.value)
@@ -175,10 +174,11 @@ def splits_of(shape: StepShape, tiles: StepTiles, opened: int, has_mean: bool) -
         most = min(most, max(half, cdiv(of_groups, attend.least)))
     weight, own = tiles.weight * opened, 0
     mean_tiles = cdiv(_MEAN_TOKENS + opened // _OPENED_OF_MEAN, attend.rows) if has_mean else 0
-    # with so few tiles to a split the mean takes twice as long as these
+    # the mean gets a split of its own beside a store in host memory, and where it takes more than twice as long as a
+    # split's open groups
     alone = has_mean and (weight > 0 or 2 * of_groups < mean_tiles * (most - 1))
     most = max(1, most - alone)
-    # at least one reads open groups alone, by their share of the work, or none does
+    # splits that read open groups alone, by these groups' share of the work: at least one, and one is left for the ring
     if weight > 0 and most > 1:
         own = max(1, min(most - 1, round(most * weight / (weight + tokens))))
     return Splits(0, most + alone, own, 0 if alone else mean_tiles)

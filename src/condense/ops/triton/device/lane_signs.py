@@ -1,8 +1,8 @@
-"""Products of queries with the signs of an index as tensor cores of Hopper make them of bits, 128 at a time.
+"""Products of queries with the sign bits of an index, by Hopper's tensor-core products of bits, 128 at a time.
 
-Such an instruction counts the bits that are set in both of two rows. A query is a whole number of 8 bits per column, so
-that its *planes*, bit p of all columns, are eight rows; what these count is added up with weights 1, 2, 4 to 64, and
--128 for the last, as negative numbers are written. So signs are multiplied as they are kept: no bit is moved.
+Such an instruction counts the bits that are set in both of two rows. A query has an 8-bit integer per column; its
+*plane* p is the row of bits p of all columns. The counts of the eight planes are added with weights 1, 2, 4 to 64 and,
+for the sign bit of two's complement, -128. So sign bits are multiplied as they are stored, without unpacking.
 
 Shapes: E threads, see `condense.ops.triton.device.lanes`. A warp reads 8 groups of 16 tokens for 4 query heads.
 """
@@ -14,19 +14,19 @@ import triton.language as tl
 
 from condense.ops.triton.device import lanes
 
-# a count of 1 in a sum: counts are read as bits of float32 numbers, so that a count n is the denormal number
-# n * 2**-149, and sums are scaled by 2**127
+# factor of sums of counts: the bits of an int32 count n, read as a float32, are the denormal number n * 2**-149, and
+# sums are multiplied by 2**127
 COUNT = tl.constexpr(2.0**-22)
 
 
 def fits(g: int, D: int) -> bool:
-    """Whether groups of g tokens of width D can be read so."""
+    """Whether this module reads groups of g tokens of width D."""
     return g == 16 and D == 128
 
 
 @triton.jit
 def _transposed(x):
-    """8 times 8 bits in uint64 numbers, transposed: bit p of byte i becomes bit i of byte p."""
+    """Numbers x, uint64, whose 8 times 8 bits are transposed: bit p of byte i becomes bit i of byte p."""
     swapped = (x ^ (x >> 7)) & 0x00AA00AA00AA00AA
     x = x ^ swapped ^ (swapped << 7)
     swapped = (x ^ (x >> 14)) & 0x0000CCCC0000CCCC
@@ -37,10 +37,10 @@ def _transposed(x):
 
 @triton.jit
 def query_planes(queries, E: tl.constexpr):
-    """Planes of 4 query heads, four int32 tensors ``[E]``: of planes 2 t and 2 t + 1 the 32 columns whose signs are in
-    word ``e % 4`` of a token.
+    """Planes of 4 query heads, four int32 tensors ``[E]``: in tensor t, thread e has plane ``2 t + e // 4 % 2`` of head
+    ``e // 8 % 4``, and of it the 32 columns whose signs are in word ``e % 4`` of a token.
 
-    queries: whole numbers as `condense.ops.triton.device.signs.rotated_queries` returns them.
+    queries: integers in parts, as `condense.ops.triton.device.signs.rotated_queries` returns them.
     """
     x = tl.zeros(queries[0].shape, tl.uint64)
     for i in tl.static_range(8):
@@ -55,15 +55,16 @@ def query_planes(queries, E: tl.constexpr):
 
 @triton.jit
 def _two_words(number):
-    """Numbers of 16 bits ``[4, 16]`` as int32 words ``[4, 4, 2]``: of each four numbers 0 and 2, and 1 and 3."""
+    """Pairs of 16-bit numbers ``[4, 16]`` as int32 words ``[4, 4, 2]``: of each four, 0 with 2, and 1 with 3."""
     x = tl.reshape(number.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF, (number.shape[0], 4, 2, 2))
     return tl.sum(x << (16 * tl.arange(0, 2))[None, None, :, None], 2)
 
 
 @triton.jit
 def query_numbers(queries, E: tl.constexpr):
-    """Numbers of 4 query heads for `centre_product`, 16 int32 tensors ``[E]`` of two float16 numbers each: 16
-    times those whose codes are in low halves of bytes.
+    """Numbers of 4 query heads for `centre_product`, 16 int32 tensors ``[E]`` of two float16 numbers each. Numbers
+    whose codes are in the low halves of bytes are multiplied by 16, because codes in high halves are read 16 times as
+    large.
 
     queries: as for `query_planes`.
     """
@@ -79,7 +80,7 @@ def query_numbers(queries, E: tl.constexpr):
 
 @triton.constexpr_function
 def _centre_asm():
-    """Assembly of `centre_product`: bits of float16 numbers are codes, as in `condense.ops.triton.device.signs`."""
+    """Assembly of `centre_product`: bits of codes are read as float16, as in `condense.ops.triton.device.signs`."""
     lines = [".reg .b32 z, a, b, w; .reg .f32 c<4>, zero;", "mov.b32 z, 0; mov.f32 zero, 0f00000000;"]
     lines += [f"mov.f32 c{i}, zero;" for i in range(4)]
     for i in range(4):
@@ -95,10 +96,10 @@ def _centre_asm():
 
 @triton.jit
 def centre_product(words, numbers):
-    """Products of a query with the codes of a centre, times ``2 ** -20``, float32 ``[E]``, of head ``e % 4``.
+    """Products of queries with the codes of centres, times ``2 ** -20``, float32 ``[E]``: group ``e // 4 % 8`` of the
+    warp, head ``e % 4``.
 
-    words: four tensors ``[E]``, words ``4 (e % 4) + i`` of the centre of group ``e // 4 % 8`` of the warp. numbers: of
-    `query_numbers`.
+    words: four int32 tensors ``[E]``, words ``4 (e % 4) + i`` of this group's centre. numbers: from `query_numbers`.
     """
     asm: tl.constexpr = _centre_asm()
     return tl.inline_asm_elementwise(asm, "=f" + ",r" * 20, words + numbers, tl.float32, False, 1)
@@ -106,7 +107,7 @@ def centre_product(words, numbers):
 
 @triton.constexpr_function
 def _product_asm():
-    """Assembly of `sign_products`: counts of four pairs of planes, then sums over pairs, and of the two sums."""
+    """Assembly of `sign_products`: counts for four pairs of planes, weighted sums of even and odd planes, their sum."""
     lines = [".reg .b32 z, c<16>; .reg .f32 f<16>, even, odd;", "mov.b32 z, 0;"]
     for t in range(4):
         c = ", ".join(f"c{4 * t + i}" for i in range(4))
@@ -115,7 +116,7 @@ def _product_asm():
             f"{{{c}}}, {{$2, $3}}, {{${5 + t}}}, {{z, z, z, z}};"
         )
     lines += [f"mov.b32 f{i}, c{i};" for i in range(16)]
-    # by float32 constants: 4, -4 and 2, and 2 ** 127
+    # float32 constants: 0f40800000 is 4, 0fC0800000 is -4, 0f40000000 is 2, 0f7F000000 is 2 ** 127
     for row in range(2):
         for name, i, first in (("even", 2 * row, "0f40800000"), ("odd", 2 * row + 1, "0fC0800000")):
             lines.append(f"fma.rn.f32 {name}, f{12 + i}, {first}, f{8 + i};")
@@ -128,11 +129,11 @@ def _product_asm():
 
 @triton.jit
 def sign_products(first, second, less, planes):
-    """Products of a query with signs, times `COUNT`, two float32 tensors ``[E]``.
+    """Products of query head ``e % 4`` with the signs of tokens ``e // 4 % 8`` and ``e // 4 % 8 + 8`` of a group, times
+    `COUNT`: two float32 tensors ``[E]``.
 
-    first, second: word ``e % 4`` of tokens ``e // 4 % 8``, and of those 8 further on, of a group. less: the opposite of
-    the sum of a query's numbers, times `COUNT`. planes: of `query_planes`. The products are of the same tokens, and of
-    query head ``e % 4``.
+    first, second: word ``e % 4`` of the signs of either token, int32 ``[E]``. less: the sum of the head's integers,
+    negated, times `COUNT`. planes: from `query_planes`.
     """
     asm: tl.constexpr = _product_asm()
     given = (first, second, less) + planes  # noqa: RUF005

@@ -1,13 +1,13 @@
-"""Attention to groups of 16 tokens in 4 bits by single warps, which load them as tensor cores take them: nothing passes
-through shared memory (`condense.ops.triton.device.lanes`).
+"""Attention to groups of 16 tokens in 4 bits, one warp per program. Threads load bytes straight into the registers that
+tensor cores read them from, without shared memory (`condense.ops.triton.device.lanes`).
 
-Keys are multiplied as whole numbers of 5 bits with queries of 15 bits: a query is 128 times one number of 8 bits plus
-another. A product has eight columns: of four query heads both numbers have one each, of eight heads each number has a
-product. Values are weighted in bfloat16, as elsewhere.
+Keys are multiplied as 5-bit integers with queries of 15 bits: a query's number is 128 times one 8-bit integer plus
+another. A tensor-core product has eight columns: with four query heads, both integers of each head have a column; with
+eight heads, each integer has a product of its own. Values are weighted in bfloat16, as in other kernels.
 
-Shapes: E = 32 threads of one warp; PER query heads of each, 1 or 2: those of thread e are ``e % 4 * PER`` and the next.
+Shapes: E = 32 threads of one warp; PER query heads per thread, 1 or 2: thread e has heads ``e % 4 * PER`` and the next.
 In scores it has tokens ``e // 4`` and ``e // 4 + 8`` of a group; in sums of values the 16 columns ``8 * (e // 4)`` to
-``8 * (e // 4) + 7``, and those 64 further on.
+``8 * (e // 4) + 7``, and the same plus 64.
 """
 
 from __future__ import annotations
@@ -21,24 +21,25 @@ from condense.ops.triton.device import lanes
 from condense.ops.triton.device.codes import MIDDLE
 from condense.ops.triton.device.softmax import soft_cap
 
-# a query's number in whole numbers: 127 times 128
+# the largest integer of a query: 127 * 128
 _LEVELS = tl.constexpr(16256.0)
 _TINY = tl.constexpr(2.0**-100)
-# below all scores
+# the largest score before the first key: below all finite scores
 _LEAST = tl.constexpr(-3.0e38)
-# a key's number, in steps, is twice a whole number from 0 to 31, less this
+# a key's number is ``step * (2 * n - _LESS)`` for its integer n, 0 to 31
 _LESS = tl.constexpr(31)
 
 
 @triton.constexpr_function
 def fits(bits, g, D, DV, BN, HAS_SLOTS):
-    """Whether open groups in bfloat16 are read so. BN: tokens of a tile; HAS_SLOTS: the store has some."""
+    """Whether this module reads open groups of bfloat16 tokens. BN: tokens per tile. HAS_SLOTS: the store has slots."""
     return bits == 4 and g == BN == 16 and D == DV == 128 and not HAS_SLOTS
 
 
 class LaneQueries(NamedTuple):
-    """Query heads. words: 8 PER tensors ``[E]`` of four numbers of 8 bits each. For each head of a thread, unit,
-    what a whole number 1 stands for, float32; less, the opposite of `_LESS` times the sum of the whole numbers, int32.
+    """Query heads as integers. words: 8 * PER int32 tensors ``[E]``, four 8-bit integers in each. unit, less: a tensor
+    ``[E]`` for each head of a thread; unit, the value of the integer 1, float32; less, ``-_LESS`` times the sum of the
+    head's integers, int32.
     """
 
     words: Any
@@ -47,9 +48,10 @@ class LaneQueries(NamedTuple):
 
 
 class LaneSums(NamedTuple):
-    """An online softmax. acc: 32 tensors ``[E]``, of each four two of one column and two of another, for the thread's
-    first head and its second one, 0 where it has none. For each head: m, the largest score, the same in all of its
-    threads; total and shift, sums of weights, and of what is to be added to all columns, of the thread's tokens.
+    """The state of an online softmax. acc: 32 float32 tensors ``[E]``, number ``4 * i + 2 * h + s`` for column i of the
+    thread's half h (0 or 1) of columns and its head s; 0 for a second head that it does not have. For each head: m, the
+    largest score, the same in all threads of the head; total, the sum of weights, and shift, the weighted sum of
+    ``zero + MIDDLE * step``, which all columns get: both of the thread's tokens.
     """
 
     acc: Any
@@ -59,9 +61,10 @@ class LaneSums(NamedTuple):
 
 
 class LaneGroup(NamedTuple):
-    """A group as `load_group` reads it. keys: eight words of codes, four of each of two tokens, then eight of their
-    signs. value_codes: words of codes of four tokens. numbers: two for `lanes.of_quads`. Of the first, two of four
-    threads have the steps of the values of their two tokens, and two the zeros; the second is a key's step.
+    """A group as `load_group` reads it, in tensors ``[E]``. keys: eight words of codes, four for each of the thread's
+    two tokens, then eight words of their signs. value_codes: four 64-bit words, for tokens ``2 * (e % 4)`` and the
+    next, and for both plus 8. numbers: two tensors for `lanes.of_quads`. In the first, lanes 0 and 1 of each four have
+    the steps of the values of their two tokens, lanes 2 and 3 the zeros; in the second all have the step of a key.
     """
 
     keys: Any
@@ -71,7 +74,7 @@ class LaneGroup(NamedTuple):
 
 @triton.jit
 def of_threads(x):
-    """For each thread the numbers of its query heads, a tensor ``[E]`` for each, from x ``[4 * PER]``."""
+    """Numbers of each thread's query heads, one tensor ``[E]`` per head, from x ``[4 * PER]``."""
     if x.shape[0] == 4:
         return (lanes.of_heads(x, 32),)
     else:
@@ -81,18 +84,18 @@ def of_threads(x):
 
 @triton.jit
 def _query_words(number):
-    """Numbers of 8 bits, int32 ``[8, 128]``, four to a word, whose columns are those of the codes in low halves of four
-    bytes, or in high ones: 8 tensors ``[E]``.
+    """Words of four 8-bit integers, from int32 ``[8, 128]``: 8 tensors ``[E]``. The columns of a word are those whose
+    codes are in the low halves of four bytes, or in the high halves.
     """
     words = tl.sum(tl.reshape(number & 255, (8, 32, 4)) << (8 * tl.arange(0, 4))[None, None, :], 2)  # [8, 32]
-    # half, then thread, then word of four
+    # from [8, half, thread, word]
     words = tl.permute(tl.reshape(words, (8, 2, 4, 4)), (0, 2, 1, 3))  # [8, 4, 2, 4]
     return lanes.columns(lanes.for_lanes(tl.reshape(words, (4, 2, 4, 8)), 32))
 
 
 @triton.jit
 def lane_queries(x):
-    """`LaneQueries` of queries x, float32 ``[4 * PER, 128]``."""
+    """The `LaneQueries` of rotated queries x, float32 ``[4 * PER, 128]``."""
     unit = tl.maximum(tl.max(tl.abs(x), 1), _TINY) * (1 / _LEVELS)  # [4 * PER]
     number = tl.floor(x / unit[:, None] + 0.5).to(tl.int32)  # [4 * PER, 128]
     first = (number + 64) >> 7
@@ -106,11 +109,11 @@ def lane_queries(x):
 
 @triton.jit
 def load_group(store_ptr, signs_ptr, e, dtype: tl.constexpr, FORM: tl.constexpr):
-    """The `LaneGroup` of the group whose piece, and whose signs, begin at these pointers."""
+    """Load the `LaneGroup` whose piece begins at ``store_ptr`` and whose signs begin at ``signs_ptr``."""
     codes, signs = store_ptr + FORM.keys_at + e // 4 * 64 + e % 4 * 16, signs_ptr + e // 4 * 16  # [E]
     values = (store_ptr + FORM.values_at + e % 4 * 128 + e // 4 * 8).to(tl.pointer_type(tl.int64))
-    # wide loads, and of steps and zeros of values one a thread: a multiprocessor has only so many loads under way, of
-    # whichever size
+    # loads are wide, and a thread loads only one step or zero of values, because a multiprocessor can have only a
+    # certain number of loads under way, whatever their size
     numbers = store_ptr.to(tl.pointer_type(dtype)) + e // 4 + e % 2 * 8
     keys = lanes.load_four(codes) + lanes.load_four(codes + 512)
     keys += lanes.load_four(signs) + lanes.load_four(signs + 128)
@@ -123,16 +126,16 @@ def load_group(store_ptr, signs_ptr, e, dtype: tl.constexpr, FORM: tl.constexpr)
 
 @triton.constexpr_function
 def _keys_asm(PER):
-    """Assembly of `_key_products`, its constraints and types.
+    """Assembly of `_key_products`, its constraints and result types.
 
-    A code and its sign make a number from 0 to 31: the code after 16, or 15 less it.
+    A code and its sign bit make an integer from 0 to 31: 16 plus the code if the bit is set, else 15 minus the code.
     """
     outs, n = 2 * PER, 4 * PER
     lines = [f".reg .b32 s, t, x, a<4>, c<{n}>;"]
     lines += [f"mov.b32 c{i}, 0;" for i in range(n)]
     for j in range(4):
         for row in range(2):
-            # of each byte of signs one bit is of a thread's columns in low halves, and one in high ones
+            # in each byte of signs, one bit belongs to the code in the low half of the thread's byte, one to the high
             lines.append(f"shr.u32 s, ${outs + 8 + 4 * row + j}, ${outs + 16};")
             for high in range(2):
                 a, code = f"a{2 * high + row}", f"${outs + 4 * row + j}"
@@ -147,7 +150,7 @@ def _keys_asm(PER):
                 f"{{{c}}}, {{a0, a1, a2, a3}}, {{${q}, ${q + 4}}}, {{{c}}};"
             )
     for i in range(outs):
-        # one head has its two numbers side by side, of two heads each number has a product
+        # one head's two integers are adjacent columns of a product; with two heads each integer has a product
         first, second = (2 * i, 2 * i + 1) if PER == 1 else (i, 4 + i)
         less = outs + 17 + 8 * PER + i % PER
         lines.append(f"mad.lo.s32 x, c{first}, 256, ${less}; mad.lo.s32 x, c{second}, 2, x; cvt.rn.f32.s32 ${i}, x;")
@@ -157,8 +160,8 @@ def _keys_asm(PER):
 
 @triton.jit
 def _key_products(keys, queries, e):
-    """Products of the whole numbers of a thread's query heads with the keys of its two tokens, in their steps: float32
-    ``[E]`` of the first token for each head, then of the second.
+    """Products of the integers of a thread's query heads with its two tokens' keys, less their centres and in units of
+    their steps: float32 ``[E]`` for each head with the first token, then with the second.
     """
     PER: tl.constexpr = len(queries.unit)
     asm: tl.constexpr = _keys_asm(PER)
@@ -168,8 +171,8 @@ def _key_products(keys, queries, e):
 
 @triton.jit
 def _as_second_matrix(x):
-    """Weights of a token, ``[E]`` for each head, as the instruction asks for its second matrix: in bfloat16, of two
-    tokens in a word.
+    """Weights of a token per thread, ``[E]`` for each head, as the second operand of the instruction of `_values_asm`:
+    in bfloat16, those of two tokens in a word.
     """
     zero: tl.constexpr = """{ .reg .b32 x; .reg .f32 z; mov.f32 z, 0f00000000;
         cvt.rn.bf16x2.f32 x, z, $1; movmatrix.sync.aligned.m8n8.trans.b16 $0, x; }"""
@@ -183,8 +186,8 @@ def _as_second_matrix(x):
 
 @triton.constexpr_function
 def _values_asm(WORD):
-    """Assembly of `_weighted`, its constraints and types: codes of two tokens side by side, as bfloat16 numbers. A code
-    in the last bits of 128.0 makes 128 plus the code, of which 136 is taken: the code less `MIDDLE`.
+    """Assembly of `_weighted`, its constraints and result types: codes of two tokens become two bfloat16 numbers of one
+    word. A code in the last bits of 128.0 makes 128 plus the code; minus 136 this is the code minus `MIDDLE`.
     """
     lines = [".reg .b32 t<4>, other, u, n<4>, a<4>, less; mov.b32 less, 0xC308C308;"]
     kept = "{other, t%d}" if WORD else "{t%d, other}"
@@ -211,8 +214,8 @@ def _values_asm(WORD):
 
 @triton.jit
 def _weighted(acc, values, weights, WORD: tl.constexpr):
-    """acc, 16 tensors, plus weighted values of the columns in word WORD of the two that a thread has of each token.
-    weights: as `_as_second_matrix` has them.
+    """Sums acc, 16 tensors ``[E]``, plus the weighted values of the columns in 32-bit word WORD, 0 or 1, of the
+    thread's 64-bit words ``values``. weights: two results of `_as_second_matrix`.
     """
     asm: tl.constexpr = _values_asm(WORD)
     return tl.inline_asm_elementwise(asm[0], asm[1], values + weights + acc, asm[2], False, 1)
@@ -220,15 +223,15 @@ def _weighted(acc, values, weights, WORD: tl.constexpr):
 
 @triton.jit
 def no_sums(PER: tl.constexpr):
-    """The `LaneSums` before the first token: no score is below its m, which is finite, so that scores may be -inf."""
+    """The `LaneSums` before the first token. m is below all finite scores, but finite, so that scores may be -inf."""
     zero = (tl.zeros([32], tl.float32),)
     return LaneSums(zero * 32, (tl.full([32], _LEAST, tl.float32),) * PER, zero * PER, zero * PER)
 
 
 @triton.jit
 def _weigh(sums, s0, s1):
-    """Weights of a thread's two tokens by their scores, for each of its heads, the largest scores with these, and the
-    factors of what was added before.
+    """Weights of a thread's two tokens from their scores s0 and s1; the new largest scores; the factors for earlier
+    sums. Each is a tuple of one tensor ``[E]`` per head.
     """
     p0, p1, m, alpha = (), (), (), ()
     for s in tl.static_range(len(s0)):
@@ -240,7 +243,7 @@ def _weigh(sums, s0, s1):
 
 @triton.jit
 def _add_values(acc, alpha, codes, w0, w1):
-    """The sums of values times their factors, plus codes less `MIDDLE` of a thread's two tokens by their weights."""
+    """Sums of values acc times ``alpha``, plus codes minus `MIDDLE`, weighted by w0 and w1, each ``[E]`` per head."""
     first, second = (), ()
     for i in tl.static_range(16):
         if i % 2 < len(alpha):
@@ -254,7 +257,7 @@ def _add_values(acc, alpha, codes, w0, w1):
 
 @triton.jit
 def add_group(sums, queries, group, base, scale, e, CAP: tl.constexpr):
-    """Add a `LaneGroup`. base: product of each of a thread's query heads with the group's centre, ``[E]`` for each."""
+    """Add a `LaneGroup` to ``sums``. base: products of a thread's query heads with the group's centre, ``[E]`` each."""
     PER: tl.constexpr = len(base)
     x, s0, s1 = _key_products(group.keys, queries, e), (), ()
     numbers = lanes.of_quads(group.numbers[0], group.numbers[1])
@@ -275,14 +278,14 @@ def add_group(sums, queries, group, base, scale, e, CAP: tl.constexpr):
 
 @triton.jit
 def _of_heads(x):
-    """Numbers ``[E]`` of each of a thread's query heads, for all heads: of threads ``e // 4``, ``[8, 4 * PER]``."""
+    """Numbers of all query heads, ``[8, 4 * PER]``, from x, ``[E]`` for each of a thread's heads. Row ``e // 4``."""
     x = [tl.reshape(of_head, (8, 4)) for of_head in x]
     return x[0] if len(x) == 1 else tl.reshape(tl.join(x[0], x[1]), (x[0].shape[0], 8))
 
 
 @triton.jit
 def whole_sums(sums):
-    """Sums of values ``[128, 4 * PER]``, largest scores and sums of weights ``[4 * PER]`` of all tokens."""
+    """Sums of values ``[128, 4 * PER]``, largest scores and sums of weights ``[4 * PER]``, over all threads."""
     PER: tl.constexpr = len(sums.m)
     x = ()
     for high in tl.static_range(2):

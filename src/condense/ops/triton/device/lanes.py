@@ -1,7 +1,7 @@
-"""Tensors that have an element for each thread, for assembly that relies on what a lane holds.
+"""Tensors with one element per thread, for assembly that depends on which lane holds which element.
 
-Element e is what lane ``e % 32`` of warp ``e // 32`` holds, which `check_lanes` makes sure of. So a warp's registers
-can hold the rows of matrices where a matrix instruction asks for them, and lanes can exchange numbers.
+Lane ``e % 32`` of warp ``e // 32`` holds element e; `check_lanes` stops the program if it does not. So registers can
+hold matrices in the layout that a tensor-core instruction needs, and lanes can exchange numbers.
 
 Shapes: E threads, n columns.
 """
@@ -11,13 +11,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# query heads of a warp: one for each of the four threads that hold a row
+# query heads per warp: four threads hold a row of a product, one head each
 HEADS = tl.constexpr(4)
 
 
 @triton.jit
 def check_lanes(e):
-    """Stop the program if element e is not what lane ``e % 32`` holds."""
+    """Stop the program if lane ``e % 32`` does not hold element e."""
     asm: tl.constexpr = """{ .reg .pred p; .reg .b32 lane, x;
         mov.u32 lane, %laneid; and.b32 x, $1, 31; setp.ne.u32 p, x, lane; @p trap; mov.b32 $0, x; }"""
     tl.inline_asm_elementwise(asm, "=r,r", [e], tl.int32, False, 1)
@@ -25,16 +25,16 @@ def check_lanes(e):
 
 @triton.jit
 def from_lane(x, LANE: tl.constexpr, OF: tl.constexpr = 32):
-    """The numbers x ``[E]``, int32, of one lane of each OF lanes of a warp, for all of these."""
+    """Numbers x ``[E]``, int32, of lane LANE of each OF adjacent lanes, broadcast to all of these."""
     asm: tl.constexpr = f"shfl.sync.idx.b32 $0, $1, {LANE}, {32 - OF << 8 | 31}, -1;"
     return tl.inline_asm_elementwise(asm, "=r,r", [x], tl.int32, False, 1)
 
 
 @triton.jit
 def load_pair(ptr, APART: tl.constexpr):
-    """Two words of 32 bits, so many bytes apart, from pointers ``[E]`` to the first.
+    """Load two 32-bit words that are APART bytes apart. ptr ``[E]``: to the first.
 
-    By assembly: Triton's compiler compares each load with all others, and would take more than twice as long.
+    In assembly, because Triton's compiler compares each load with all others, and would take more than twice as long.
     """
     asm: tl.constexpr = f"ld.global.b32 $0, [$2]; ld.global.b32 $1, [$2+{APART}];"
     return tl.inline_asm_elementwise(asm, "=&r,=&r,l", [ptr.to(tl.int64)], (tl.int32, tl.int32), False, 1)
@@ -42,20 +42,22 @@ def load_pair(ptr, APART: tl.constexpr):
 
 @triton.jit
 def load_four(ptr):
-    """Four words of 32 bits that lie side by side, from pointers ``[E]`` to the first, a multiple of 16 bytes."""
+    """Load four adjacent 32-bit words. ptr ``[E]``: to the first, aligned to 16 bytes."""
     asm: tl.constexpr = "ld.global.v4.b32 {$0, $1, $2, $3}, [$4];"
     return tl.inline_asm_elementwise(asm, "=r,=r,=r,=r,l", [ptr.to(tl.int64)], (tl.int32,) * 4, False, 1)
 
 
 @triton.jit
 def _bits_of(x):
-    """Numbers of 16 bits in int32."""
+    """Bits of 16-bit numbers x, in the low half of int32."""
     return x.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
 
 
 @triton.jit
 def of_quads(low, high):
-    """Two numbers ``[E]``, of 16 or 32 bits, of each lane of four, for all of these: four pairs of float32 ``[E]``."""
+    """Numbers ``low`` and ``high``, 16 or 32 bits ``[E]``, of each of four adjacent lanes, for all four: four pairs of
+    float32 ``[E]``.
+    """
     dtype: tl.constexpr = low.dtype
     result = ()
     for lane in tl.static_range(4):
@@ -71,14 +73,14 @@ def of_quads(low, high):
 
 @triton.jit
 def _crossed(x, MASK: tl.constexpr):
-    """float32 x ``[E]`` of the lane whose number differs in the bits of MASK."""
+    """Numbers x ``[E]``, float32, of the lane whose index differs from the own one in the bits of MASK."""
     asm: tl.constexpr = f"shfl.sync.bfly.b32 $0, $1, {MASK}, 31, -1;"
     return tl.inline_asm_elementwise(asm, "=f,f", [x], tl.float32, False, 1)
 
 
 @triton.jit
 def largest_of_lanes(x):
-    """The largest of float32 x ``[E]`` in all lanes of a warp that differ by a multiple of 4."""
+    """Largest of x, float32 ``[E]``, over the lanes of a warp whose indices differ by a multiple of 4."""
     for bit in tl.static_range(2, 5):
         x = tl.maximum(x, _crossed(x, 1 << bit))
     return x
@@ -86,9 +88,9 @@ def largest_of_lanes(x):
 
 @triton.jit
 def largest_of_rows(x, e):
-    """The largest numbers of 8 groups, ``[E]``: lane ``4 i + h`` gets those of group i of all lanes ``4 j + h``.
+    """Largest numbers of 8 groups, ``[E]``: lane ``4 i + h`` gets the largest of group i over all lanes ``4 j + h``.
 
-    x: 8 tensors ``[E]``, one for each group. Each exchange halves the groups that a lane has still to look after.
+    x: 8 tensors ``[E]``, one per group. Each exchange halves the number of groups that a lane still reduces.
     """
     for bit in tl.static_range(4, 1, -1):
         upper, kept = (e >> bit) & 1 == 1, ()
@@ -102,14 +104,14 @@ def largest_of_rows(x, e):
 
 @triton.jit
 def of_heads(x, E: tl.constexpr):
-    """For each thread the number of its query head, ``[E]``, from x ``[4]``."""
+    """Number of each thread's query head ``e % 4``, ``[E]``, from x ``[4]``."""
     return tl.reshape(tl.broadcast_to(x[None, :], (E // 4, 4)), (E,))
 
 
 @triton.jit
 def for_lanes(x, E: tl.constexpr):
-    """Numbers x ``[4, 2, 4, n]`` as the instruction asks for its second matrix, ``[E, n]``: those of ``e // 8 % 4``, of
-    ``e // 4 % 2``, and of ``e % 4``.
+    """Numbers x ``[4, 2, 4, n]`` as the second operand of a tensor-core instruction, ``[E, n]``: thread e gets
+    ``x[e // 8 % 4, e // 4 % 2, e % 4]``.
     """
     N: tl.constexpr = x.shape[3]
     return tl.reshape(tl.broadcast_to(tl.reshape(x, (1, 32, N)), (E // 32, 32, N)), (E, N))
