@@ -11,15 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from condense.ops.backends import (
-    BACKENDS,
-    Operations,
-    check_backend,
-    resolve_backend,
-    resolve_pooling,
-    resolve_recall,
-    resolve_weights,
-)
+from condense.ops.backends import BACKENDS, plain, resolve_backend, resolve_pooling, resolve_recall, resolve_weights
 from condense.ops.checks import check_poolings, check_sources
 from condense.ops.recall.choice import IndexChoice, RecallSources
 from condense.ops.recall.index import GroupIndex
@@ -243,7 +235,7 @@ def group_scores(summary: Tensor, k: Tensor, *, scale: float, backend: str = "au
 
     summary ``[B, K, G, D]`` is one query per group, k ``[B, K, G, c, D]`` the groups' keys.
     """
-    return _plain(backend).group_scores(summary, k, scale=scale)
+    return plain(backend).group_scores(summary, k, scale=scale)
 
 
 def matched_bias(summary: Tensor, k: Tensor, lse: Tensor, *, scale: float, backend: str) -> Tensor:
@@ -266,7 +258,7 @@ def pool(x: Tensor, scores: Tensor, *, how: Pooling, backend: str = "auto") -> T
     Gradients flow through the weights, not through the choice of the anchor. Raises ValueError for another ``how``.
     """
     check_poolings("how", how, scored=True)
-    return _plain(backend).pool(x, scores, how=how)
+    return plain(backend).pool(x, scores, how=how)
 
 
 @torch.no_grad()
@@ -277,7 +269,7 @@ def importance(q: Tensor, k: Tensor, sample: Sample, *, scale: float, backend: s
     ``sum_j softmax_i(scale * q_j . k_i) / #{sampled j >= i}``, summed over the query heads of each KV head,
     ``[B, K, L]`` float32 or wider; padding gets 0. No gradients.
     """
-    return _plain(backend).importance(q, k, sample, scale=scale) / sample.num_later.clamp(min=1)[:, None]
+    return plain(backend).importance(q, k, sample, scale=scale) / sample.num_later.clamp(min=1)[:, None]
 
 
 @torch.no_grad()
@@ -297,8 +289,3 @@ def largest_weights(
         raise ValueError(f"lse must have one number for each query, {[*q.shape[:3]]}, got {[*lse.shape]}")
     run = BACKENDS[resolve_weights(backend, Problem(q.device, q.dtype, (q.shape[3],)))].load().largest_weights
     return run(q, k, lse, scale=scale, softcap=softcap)
-
-
-def _plain(backend: str) -> Operations:
-    """The backend of operations without kernels: "reference" if it is asked for, else "torch"."""
-    return BACKENDS["reference" if check_backend(backend) == "reference" else "torch"].load()

@@ -141,6 +141,11 @@ def resolve_weights(backend: str, problem: Problem) -> str:
     return _resolve(backend, problem.device, ("triton",), lambda each: each.weights_obstacle(problem))
 
 
+def plain(backend: str) -> Operations:
+    """The backend of operations without kernels: "reference" if it is asked for, else "torch"."""
+    return BACKENDS["reference" if check_backend(backend) == "reference" else "torch"].load()
+
+
 def _resolve(
     backend: str,
     device: torch.device,
