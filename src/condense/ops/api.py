@@ -1,6 +1,7 @@
 """The operations that all methods share: each checks its arguments, chooses a backend and calls it.
 
-All raise ValueError for an unknown backend, and for an explicit one that cannot run here.
+All raise ValueError for an unknown backend, and for an explicit one that has kernels for the operation but cannot run
+them here; for groups stored in 16 bits, which need no kernels, the backend is not looked at.
 
 Shapes: B rows, H query heads, K KV heads, L queries, N entries of a source, D key width,
 Dv value width, G groups of c tokens or spans of queries, Q mean queries kept from earlier calls.
@@ -85,7 +86,7 @@ def attend_recall(
 
     Returns out ``[B, H, L, Dv]`` in the dtype of q and, with ``return_lse``, the log-sum-exp ``[B, H, L]`` in float32
     or wider, else None. A query that sees nothing gives 0 and -inf.
-    Raises ValueError for a backend that is unknown or cannot run, and for a store of other than whole groups.
+    Raises ValueError also for a store of other than whole groups.
     """
     if (tokens := sources.store.k.shape[2]) % sources.group_size:
         raise ValueError(f"store must hold whole groups of {sources.group_size} tokens, got {tokens} tokens")
@@ -114,7 +115,7 @@ def unpack_store(
     pieces ``[B, K, n, g * C]``: the groups in the format ``form``; or pages of pieces, ``[P, K, N, g * C]``, also in
     pinned host memory, of which those at ``places`` are decoded. index: of the n groups, for each KV head. widths: D
     and Dv (0 for latents). With 16 bits, and without places, the results are views.
-    Raises ValueError for a backend that is unknown, or was asked for and cannot run.
+    With fewer than 16 bits raises ValueError for a backend that is unknown, or was asked for and cannot run.
     """
     chosen = "torch" if form.bits == 16 else resolve_pooling(backend, index.steps.device, dtype, widths)
     return BACKENDS[chosen].load().unpack_store(form, pieces, index, widths, dtype, places)
@@ -124,7 +125,7 @@ def summarize(q: Tensor, tail: Tensor, spans: SummarySpans | SummaryColumns, *, 
     """Summary queries: per KV head the mean of the queries in each span, float32 or wider ``[B, K, G, D]``.
 
     q ``[B, H, L, D]``, right-aligned: a row's new queries are its last columns, the columns before them are not read.
-    tail ``[B, K, Q, D]``, right-aligned: mean queries kept from earlier calls, in the dtype of q; they get no gradient.
+    tail ``[B, K, Q, D]``, right-aligned: mean queries kept from earlier calls, detached, in the dtype of q.
     A query is averaged over the H / K heads that share a KV head in float32 or wider and rounded to the dtype of q,
     then over its span. Positions that neither q nor tail holds count as zero. With `SummaryColumns` B is 1 and Q is 0.
     """
@@ -198,8 +199,8 @@ def make_entries(
 
 
 def keep_groups(groups: Chunks, store: StoreFormat, *, backend: str) -> tuple[Tensor, ...]:
-    """Entries of stored groups (keys and values of width 0), the groups' index (``signs``, ``steps``) and their tokens,
-    packed in the format ``store``.
+    """Entries of G stored groups (keys and values ``[B, K, G, 0]``), the fields of their `GroupIndex`, and their tokens
+    as `StoreFormat.pack` returns them, ``[B, K, G * c, columns]``.
     """
     k, v = groups.tokens()
     widths = k.shape[4], v.shape[4]
@@ -255,7 +256,7 @@ def pool(x: Tensor, scores: Tensor, *, how: Pooling, backend: str = "auto") -> T
     x ``[B, K, G, c, D]``, scores ``[B, K, G, c]`` float32 or wider. ``how``: "weighted" by the softmax of the
     scores, "mean", "max" per channel, or "select" the vector with the highest score (ties to the lowest
     position). Computed in the dtype of the scores, returned ``[B, K, G, D]`` in the dtype of x.
-    Gradients flow through the weights, not through the choice of the anchor. Raises ValueError for another ``how``.
+    Gradients flow through the weights, but not through the choice of "select". Raises ValueError for another ``how``.
     """
     check_poolings("how", how, scored=True)
     return plain(backend).pool(x, scores, how=how)
@@ -279,7 +280,8 @@ def largest_weights(
     """The largest weight that any query gives each key of a KV head, float32 or wider ``[B, K, N]``. No gradients.
 
     q ``[B, H, L, D]``, k ``[B, K, N, D]``, one dtype, K divides H: every query sees every key. lse ``[B, H, L]``: the
-    log-sum-exp of all that a query sees, which may be more than these keys; infinite for a query that does not count.
+    log-sum-exp of all that a query sees, which may be more than these keys; inf (not -inf, as `attend` returns for a
+    query that sees nothing) for a query that does not count.
     softcap: as in `Extras`.
     Raises ValueError also for heads that K does not divide, and for another number of log-sum-exps.
     """

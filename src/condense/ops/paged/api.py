@@ -40,8 +40,8 @@ def read_paged(
     are no focal tokens. With a choice, ``summary_delay`` is 0 (`PagedState` says why); where queries see the rest, g is
     at least 2 and the window at least g; a store in host memory has 8 or 4 bits, and on CUDA, as with slots, needs a
     step of kernels.
-    backend: single tokens are read by a step of kernels with "triton", and with "auto" on CUDA where it can run. All
-    others are read as in `condense.ops.attend`, those of like lengths as rows of one call (`condense.ops.paged.rows`).
+    backend: single tokens are read by a step of kernels with "triton" or "hopper", and with "auto" on CUDA where it can
+    run. All others are read as in `condense.ops.attend`, requests of like lengths as rows of one call.
     Raises ValueError for an unknown backend, for an explicit one that cannot run here, for settings that pages cannot
     hold, for pages of records that are not as `PagedState` says, and while a graph is captured for requests that no
     step of kernels reads.

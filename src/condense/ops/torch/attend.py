@@ -127,7 +127,7 @@ def _visible(spans: Spans, start: int, stop: int, hulls: list[Hull], device: tor
 def attend_block(q: Tensor, keys: BlockKeys, options: AttendOptions) -> tuple[Tensor, Tensor]:
     """Output ``[B, H, L, Dv]`` and log-sum-exp ``[B, H, L]`` of one block of queries ``[B, H, L, D]``.
 
-    The log-sum-exp is an empty tensor if it was not asked for.
+    The log-sum-exp may be an empty tensor if it was not asked for.
     """
     (k, v, mask, empty, bias, own), (scale, softcap, dropout_p, return_lse) = keys, options
     B, H, L, _ = q.shape

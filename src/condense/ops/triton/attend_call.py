@@ -95,8 +95,8 @@ _SCHEMA = ", ".join(f"{_TYPES[kind]} {name}" for name, kind in get_type_hints(At
 class AttendShared:
     """Numbers and tensors that every kernel of a call takes. Strides are 0 in dimensions of size 1.
 
-    q, k, v: rows aligned to 16 bytes (`whole_rows`), those of the store contiguous. biases, s_bias: per source, float32
-    times log2(e), and strides; None for a source without. levels: base 2. spans, s_spans: see `describe`.
+    q, k, v: rows aligned to 16 bytes (`whole_rows`), those of the store contiguous. biases: per source, float32 times
+    log2(e), None without any; s_bias: their strides. levels: base 2. spans, s_spans: see `describe`.
     """
 
     def __init__(self, call: AttendCall) -> None:

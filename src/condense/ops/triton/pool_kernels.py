@@ -170,7 +170,7 @@ def pool_fwd_kernel(
     KEYS: tl.constexpr, VALUES: tl.constexpr, SCORED: tl.constexpr,
 ):  # fmt: skip
     """Write pooled keys out_k ``[B, K, G, D]`` and values out_v ``[B, K, G, Dv]``, contiguous; unless lse is None, also
-    the natural log-sum-exp of each group's scores, float32 ``[B, K, G]``. Scores need SCORED.
+    the natural log-sum-exp of each group's scores, float32 ``[B, K, G]``. SCORED: there are scores, by summary queries.
 
     columns: where groups begin, int32 ``[B|1, G]``; None: one after another from column ``start`` on. scale: of scores,
     times log2(e).

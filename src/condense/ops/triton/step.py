@@ -20,9 +20,10 @@ from condense.ops.types import Extras
 def step(call: StepCall) -> Tensor:
     """Read one token per row: return attention output ``[B, H, 1, Dv]`` and advance the state in place.
 
-    bfloat16, float16 or float32, one dtype; K divides H; the token may have any strides. Without a choice the buffers'
-    last dimensions are contiguous; with a choice all buffers are. Rows without a token are not changed and return 0. Of
-    latent keys, the columns that are values are pooled by value_pooling, the others by key_pooling.
+    bfloat16, float16 or float32, one dtype; K divides H; the token may have any strides. Without a choice rings and
+    16-bit entries need contiguous last dimensions only, and ``seen``, ``first`` and ``arrived`` none; all other buffers
+    are contiguous, with a choice all buffers. Rows without a token are not changed and return 0. Of latent keys, the
+    columns that are values are pooled by value_pooling, the others by key_pooling.
     Entries beyond the capacity are dropped and never seen, without an error: ``seen`` is on the device.
     Raises ValueError for what `condense.ops.triton.limits.step_obstacle` names and for a state that does not fit.
     """
