@@ -193,7 +193,7 @@ class RuleSpans(SharedByLayers):
 
     def hulls(self, blocks: Sequence[tuple[int, int]]) -> list[list[Hull]]:
         """For each block ``(start, stop)`` of queries the hull of every source, as ints on the host."""
-        # of a length that torch.export holds open, which this fixes: its own error then says so
+        # int(): of a length that torch.export keeps dynamic it makes a constant, and torch.export's own error says so
         key = tuple((int(start), int(stop)) for start, stop in blocks)
         return self.once(key, lambda: self._hulls(key))
 
@@ -219,8 +219,7 @@ class RuleSpans(SharedByLayers):
     def starts(self) -> Tensor:
         """The numbers of `RowStart` for each row, int64 CPU ``[B, 4]``; ``[1, 4]`` if all agree."""
         numbers = (self.query_start, self.window_start, self.padding, self.first_entries)
-        rows = lambda: torch.stack(torch.broadcast_tensors(*(as_rows(x, 1) for x in numbers)), dim=1)  # noqa: E731
-        return self.once("starts", rows)
+        return self.once("starts", lambda: torch.stack(torch.broadcast_tensors(*(as_rows(x, 1) for x in numbers)), 1))
 
     def of_tokens(self, *, window_alone: bool) -> Self:
         """Spans with which the same queries see all tokens one by one; only for a `UniformRule`.
