@@ -205,7 +205,7 @@ def fields_of(settings: StepSettings, heads: int, widths: tuple[int, int], dtype
 
 
 def empty_state(k: Tensor, settings: StepSettings, sizes: StateSizes) -> StepState:
-    """New buffers in the dtype and on the device of the keys k, full of zeros.
+    """New buffers, with the values of `Field.fill`, for tokens in the dtype and on the device of the keys k.
 
     Raises ValueError, before memory is taken, as `fields_of`, for a device without float64, and for a choice without
     room for a group, because kernels load one before they know how many there are; RuntimeError where the host cannot

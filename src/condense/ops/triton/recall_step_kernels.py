@@ -118,7 +118,7 @@ def _of_group(ptr, row, SIZE: tl.constexpr, FAR: tl.constexpr, STORED: tl.conste
 
 @triton.jit
 def _load_centres(opened, n, dtype: tl.constexpr, FORM: tl.constexpr, EARLY: tl.constexpr, FAR: tl.constexpr):
-    """Centres of open groups n as `load_centres` returns them, and the factor of each, float32 ``[n]``."""
+    """Centres of open groups n as `load_centres` returns them, and the value of 1 in each, float32 ``[n]``."""
     columns: tl.constexpr = index_widths(FORM.g, FORM.D)
     row = _open_groups(opened, n, FAR)
     x = stores.load_centres(_of_group(opened.signs, row, columns[0], FAR), dtype, FORM, EARLY)

@@ -32,8 +32,8 @@ class Kind(NamedTuple):
 
     D0, D1: columns of both parts of keys. V0, V1: of values. latent: values are the first D0 columns of the keys.
     scored: a summary query weighs a chunk's tokens. key_pooling, value_pooling: poolings of keys and of values.
-    focal: tokens of a chunk that become entries of their own. tile: chunk as a power of two, 1 without focal.
-    period: entries per chunk if only its pooled entry has the bias, else 0.
+    focal: tokens of a chunk that become entries of their own. tile: chunk rounded up to a power of two, 1 without focal
+    tokens. period: entries per chunk if only its pooled entry has the bias, else 0.
     has_first: some entries may stand before those of the first chunk. has_real: rows may have no new token.
     rows: query heads per tile. keys: keys per tile. precision: of products.
     early: a kernel is launched while the one before still runs (programmatic dependent launch).

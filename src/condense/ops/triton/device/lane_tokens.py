@@ -278,7 +278,7 @@ def add_group(sums, queries, group, base, scale, e, CAP: tl.constexpr):
 
 @triton.jit
 def _of_heads(x):
-    """Numbers of all query heads, ``[8, 4 * PER]``, from x, ``[E]`` for each of a thread's heads. Row ``e // 4``."""
+    """Numbers of all query heads ``[8, 4 * PER]``, rows ``e // 4``, from x: ``[E]`` for each of a thread's heads."""
     x = [tl.reshape(of_head, (8, 4)) for of_head in x]
     return x[0] if len(x) == 1 else tl.reshape(tl.join(x[0], x[1]), (x[0].shape[0], 8))
 
