@@ -51,7 +51,7 @@ def test_exact_prompts_after_a_crop_and_a_padded_turn():
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 def test_a_store_is_checked_for_latents_of_their_width(kind, monkeypatch):
-    """As on a GPU, where what is stored in few bits is turned back in blocks, of which latents must be whole ones."""
+    """As on a GPU, where what is stored in few bits is rotated back in blocks, of which latents must be whole ones."""
     model, widths = condense.apply(tiny.model("deepseek_v3"), METHOD.replace(store="host")), set()
 
     def check(store, k, v, latent, groups=None):
