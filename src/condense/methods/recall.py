@@ -46,10 +46,10 @@ class Recall(Method):
 
     prompt: how a call reads several tokens (a prompt, a piece of one, a later turn). "recall": as it reads single ones.
     "exact": with dense attention, so a prompt loses only what ``store_bits`` rounds and takes as long as with dense
-    attention. "shared": one query chooses for all that follow until two more groups have closed, by half of
-    ``min_recall``; the last 64 choose for themselves. Given for all layers of a model, it means "exact" in layers that
-    cache latents. With "exact" and "shared" prompts and decode steps are not the same function: not for training, nor
-    for assisted decoding. `as_steps` is the method that reads several tokens as steps do.
+    attention. "shared": one query chooses, with ``min_recall`` halved, for itself and all that follow until two more
+    groups have closed; the last 64 choose for themselves. Given for all layers of a model, it means "exact" in layers
+    that cache latents. With "exact" and "shared" prompts and decode steps are not the same function: not for training,
+    nor for assisted decoding. `as_steps` is the method that reads several tokens as steps do.
 
     store: where caches keep the exact tokens of closed groups: "device", or "host", in pinned host memory. slots: for
     "host", how many groups per KV head and row that were open lately are kept on the device too, >= 0; a cache with
@@ -123,10 +123,10 @@ class Recall(Method):
         return self if self.prompt == "recall" else self.replace(prompt="recall", keep=1.0)
 
     def of_layer(self, *, is_first: bool, has_latents: bool) -> Method:
-        """The same settings, with all groups open from the device in the first layer; in others that cache latents,
-        with twice as many open (and slots), as all query heads of latents open the same ones.
+        """The same settings, but the first layer opens all groups, with its store on the device, and other layers that
+        cache latents open twice as many (with twice the slots), because all query heads of latents open the same ones.
 
-        Layers that cache latents read prompts with dense attention where others share choices: there it is faster.
+        Layers that cache latents get ``prompt="exact"`` in place of "shared", because dense attention is faster there.
         A first layer's attention is spread over many tokens; what both rules save: `docs/studies/transfer.md`.
         """
         method = self.replace(prompt="exact") if has_latents and self.prompt == "shared" else self

@@ -25,7 +25,7 @@ class Reread(PromptMethod):
     were repeated behind the prompt: a repeated token sees the first ``sink`` tokens of the prompt, the piece where it
     stands in the prompt, and the repeated tokens up to itself. A token scores by the largest weight that any of these
     queries gives it, for each KV head. The first ``sink`` and the last ``window`` tokens stay, and those with the
-    largest scores: as many for each head of a layer, and more in one layer than in another, by one ranking over all.
+    largest scores: equally many for each head of a layer; one ranking over all layers decides how many each keeps.
 
     For models as they are, and for inference alone: what is kept depends on the whole prompt, which must be read in one
     forward, with a cache; without one nothing is dropped. Until it has been read again, all of it lies in the cache.
