@@ -18,7 +18,7 @@ class CalibrationConfig:
     numbers that the dense model finds; without ``budget_nats`` only as far as ``cache`` allows.
     candidates: the methods, or their names, to choose from in each layer; empty for `default_candidates`.
     length: tokens of each text, >= 128. texts: how many are measured, and as many others verify the result, >= 2.
-    hidden_numbers: numbers hidden in each of as many further texts and asked for at its end, 0 for none.
+    hidden_numbers: if above 0, as many further texts, with this many numbers hidden in each and asked for at its end.
     seed: decides which stretches of text are taken, and which numbers.
     Raises ValueError for a field out of range or of another type, for candidates that look ahead, and for two with the
     same steps.

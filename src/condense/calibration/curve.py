@@ -45,7 +45,7 @@ class Curve:
         self._asked: set[int] = set()
 
     def cache(self, at: int) -> float:
-        """The device's share of a dense cache under the allocation at a place of the path."""
+        """Bytes that the allocation at a place of the path keeps on the device, as a share of a dense cache's."""
         return self._shares(self.path[at])[0]
 
     def small_enough(self) -> int:
