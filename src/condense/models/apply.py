@@ -38,11 +38,11 @@ def apply(model: ModelT, method: MethodChoice | str, layers: Layers = None) -> M
 
     method: one for all layers, or a mapping of layers to methods, such as ``{0: Dense(), "2-3,-1": Recall(), "rest":
     CCA()}``; "rest" are the layers that can be condensed and are not named. With one method and no ``layers``, each
-    layer gets what `Method.of_layer` says: of `Recall` the first one opens all groups. Also as text: ``"recall-host"``
+    layer gets what `Method.of_layer` says: with `Recall` the first opens all groups. Also as text: ``"recall-host"``
     (`condense.named`), ``"cca:window=512"``, ``"recall@2,3+cca@rest"``, or ``"@FILE"`` of `condense calibrate`.
     layers: with one method, the layers to condense, as indices or as text; None means all that can be. Negative indices
     count from the last layer. Layers that are not named stay as they are, condensed or stock; so do layers with a
-    sliding window. If ``layers`` is None, these layers are logged. Pooling without adaptation is logged, once.
+    sliding window. If ``layers`` is None, a warning lists them. Pooling without adaptation is logged, once.
     The choice is written to ``config.condense`` and saved by save_pretrained; the saved model loads condensed with any
     ``attn_implementation`` given to from_pretrained, and `restore` then returns to that one. Transformers without
     `condense` refuse it, unless an ``attn_implementation`` is given. ``model.set_attn_implementation("sdpa")`` switches

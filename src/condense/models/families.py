@@ -115,7 +115,7 @@ def has_own_cache(config: Any) -> bool:
 
 
 def check_learned_positions(config: Any, what: str, length: int) -> None:
-    """Raise ValueError if a model has fewer than ``length`` learned positions; what: the length's name in the error."""
+    """Raise ValueError if a model has learned positions, but fewer than ``length``; what: the length's name."""
     positions = max_learned_positions(config.get_text_config(decoder=True))
     if positions is not None and length > positions:
         raise ValueError(f"{what} must fit the model's {positions} learned positions, got {length}")

@@ -40,9 +40,9 @@ class LayerReport:
     entries: entries and exact tokens on the device, those in Recall's store or slots included, per KV head, or for all
     heads together with latents (MLA). bytes: of the cache on the device after the prompt, without the spare room in its
     buffers (1/32 and some columns). host_bytes: of exact tokens in host memory (``Recall(store="host")``). read_bytes:
-    what the next step reads, on the device or the host. flops: of attention over visible keys, pooling, the scores of
-    Recall's index, and the products that only latents need for it; of no other projections. remark: what the figures
-    do not say, or None.
+    what the next step reads, on the device or the host. flops: of reading the prompt: attention over visible keys,
+    pooling, the scores of Recall's index, and the products that only latents need for it; no other projections.
+    remark: what the figures do not say, or None.
     """
 
     layer: int

@@ -106,7 +106,7 @@ def _is_ready(layer: CacheLayerMixin, method: Method) -> bool:
             "call condense.restore(model) first"
         )
     if layer.get_seq_length() > 0 and condensed:
-        # no settings are named: those of a first layer nobody gave
+        # the error names no settings, because the first layer's are not those that the user gave (`Method.of_layer`)
         held, new = type(layer.method).__name__, type(method).__name__
         other = "with other settings" if held == new else f"not {new}"
         raise ValueError(f"the cache already holds tokens condensed by {held}, {other}; give the model a new cache")

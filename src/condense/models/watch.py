@@ -63,7 +63,7 @@ def closed_mass(model: nn.Module) -> Iterator[dict[int, list[Tensor]]]:
     of dense attention's weights that falls to closed groups which are not open, float32 ``[B, H]`` on the CPU; NaN for
     rows whose token is padding. It is estimated from the index (`unread_share`), which does not know what ``keep`` left
     out. In the block `generate` runs step by step, and each step waits for the device. Steps replayed from a graph that
-    was captured before are not seen; a compiled forward is left at each layer.
+    was captured before are not seen; a compiled forward has a graph break at each layer.
     Raises ValueError for a model without such layers, one that is watched already, and steps that are captured.
     """
     layers = {i: m for i, m in condensed_modules(model).items() if isinstance(m.condense_method, Recall)}
