@@ -21,7 +21,7 @@ from condense.ops.step import record_format
 from condense.ops.step.pages import window_columns
 from condense.serving.plan import SLOTS, ServingPlan
 
-# least groups of a far page
+# fewest groups of a far page
 _LEAST_GROUPS = 8
 # most pages of the widest window for the tokens of one far page
 _MOST_PARTS = 16

@@ -54,9 +54,9 @@ class HostMemory:
         self._free: int | None = None
 
     def measure(self, available: int) -> None:
-        """Note the bytes that the host has left, before any rank takes pages; what later calls give counts for nothing.
+        """Note the bytes that the host has left before any rank takes pages; later calls change nothing.
 
-        Ranks take theirs at different times, so that what is left in between says little about the whole.
+        Ranks take their pages at different times: what is left in between is not what all of them have together.
         """
         if self._free is None:
             self._free = int(available * _SHARE)

@@ -89,7 +89,8 @@ class ServingPlan:
     def entry_slots(self, tokens: int) -> int:
         """Slots of a page of entries that covers ``tokens`` tokens: one for each group.
 
-        If only the first groups have entries, slots for these, all in a request's first page; a divisor of the groups.
+        If only the first groups have entries, as many as these, rounded up to a divisor of the number of groups; all
+        lie in a request's first page.
         """
         groups = tokens // self.group_size
         most = self.settings.rule.max_chunks

@@ -108,7 +108,7 @@ def entry_widths(module: nn.Module) -> tuple[int, int] | None:
             f"{type(module).__name__} expands its latents, and cannot be condensed: unset VLLM_MLA_DISABLE, with which "
             "vLLM keeps keys and values of heads"
         )
-    # MiniCPM3's module calls the rotation kernel in another way, which is right
+    # MiniCPM3's module calls the rotation kernel in another way, without the fault that is refused here
     is_plain = not isinstance(module, MiniCPM3Attention) and isinstance(module.rotary_emb, RotaryEmbedding)
     if is_plain and current_platform.is_cpu():
         raise ValueError(

@@ -69,8 +69,8 @@ class CondensedMetadataBuilder(AttentionMetadataBuilder[CondensedMetadata]):
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> CondensedMetadata:
         """Return the metadata of a step without requests, which is given page 0 alone.
 
-        vLLM's older runner may leave pages of requests that are done in the tables of such a step, as an idle rank runs
-        it where data is parallel: it says by slots, which are not used here, that nothing is to be written.
+        Idle ranks of data parallelism run such steps too. vLLM's older runner may then leave pages of finished requests
+        in the table: only the step's slot mapping, which is not used here, says that nothing is to be written.
         """
         common_attn_metadata.block_table_tensor.zero_()
         return super().build_for_cudagraph_capture(common_attn_metadata)
