@@ -36,8 +36,8 @@ class PhaseConfig:
     most hidden numbers in one sequence, drawn uniformly. varied_share: share of these sequences in which names share
     words with each other and numbers stand anywhere in the text, not on lines of their own. first_share: share of those
     with hidden numbers in which one opens the text, in a group with the first token, to which many heads attend.
-    short_share: share of those with hidden numbers that end early, after 256 tokens or more, with fewer numbers; other
-    text follows.
+    short_share: share of those with hidden numbers that end early, after 256 tokens or more, with proportionally fewer
+    numbers; other text follows.
     packed: sequences hold the documents of the data side by side: attention, positions and groups begin anew at each,
     the tokenizer's ``bos`` token stands before each, and no document's first token is a target. Those with hidden
     numbers are one document up to the last answer. By default a sequence is one text, whatever it runs across.

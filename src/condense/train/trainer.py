@@ -120,7 +120,7 @@ class MixedTrainer(Trainer):
         return (loss, output) if return_outputs else loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log Trainer's own numbers, and the sums over the steps since the last entry.
+        """Log Trainer's own numbers, and means over the steps since the last entry (see the class).
 
         Raises ValueError if their loss is not finite.
         """
