@@ -64,7 +64,7 @@ def read_paged(
     if step_of is None and state.store is not None and q.is_cuda:
         raise ValueError("a store in host memory needs a step of kernels on CUDA, which cannot run: use store='device'")
     if step_of is None and state.slots is not None:
-        raise ValueError("slots are of a step of kernels, which cannot run: leave them out of the state")
+        raise ValueError("slots need a step of kernels, which cannot run here: leave them out of the state")
     steps = 0 if step_of is None else new.num_steps
     # a record with a choice depends on its group's tokens alone, so the step's kernel makes those of prompts too
     layer = PagedLayer(qkv, state, new, settings, scale, backend, None if settings.choice is None else step_of)
