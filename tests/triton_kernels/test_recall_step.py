@@ -142,6 +142,40 @@ def test_few_groups_where_there_is_room_for_many(name, scratch):
     compare(*random_qkv(1, 2, 1, 45, 16, 24), step_settings(RECALLS[name]), scratch, groups=40)
 
 
+@pytest.fixture
+def split_into(monkeypatch):
+    """Sets how many splits there are, how many of them read open groups alone, and ``mean_tiles``."""
+
+    def split(*numbers):
+        monkeypatch.setattr(recall_step_plan, "splits_of", lambda *args: recall_step_tiles.Splits(0, *numbers))
+        recall_step_plan.plan_of.cache_clear()
+
+    yield split
+    recall_step_plan.plan_of.cache_clear()
+
+
+SPLITS = {
+    "mean": [(1, 0, 1), (2, 0, 1), (3, 0, 5), (5, 0, 2), (4, 0, 40), (2, 0, 0), (9, 0, 0), (3, 1, 0), (6, 3, 0)],
+    "drop": [(1, 0, 0), (4, 0, 0), (9, 0, 0), (2, 1, 0), (5, 3, 0)],
+}
+
+
+@pytest.mark.parametrize("unchosen", SPLITS)
+def test_splits_read_every_key_once(unchosen, split_into):
+    """However many they are; after 84 tokens all groups are open, after 140 all but seven."""
+    settings = step_settings(Recall(group_size=4, window=40, num_recall=18, unchosen=unchosen))
+    qkv = random_qkv(1, 2, 1, 140, 16, 24)
+    state = empty(settings, 140, 1, (16, 24), rows=1, dtype=torch.float32, device=DEVICE)
+    for t in range(140):
+        before = [x.clone() for x in state]
+        want = torch_step.step(StepCall(new_token(qkv, t), state, settings, scale=SCALE), own_by(settings))
+        for splits in SPLITS[unchosen] if t in (83, 139) else ():
+            split_into(*splits)
+            mine = type(state)(*(x.clone() for x in before))
+            got = triton_step.step(StepCall(new_token(qkv, t), mine, settings, scale=SCALE))
+            torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5, msg=lambda text, n=splits: f"{n}: {text}")
+
+
 @pytest.mark.parametrize(("heads", "D", "g"), INDICES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_index_is_the_definition_to_the_bit(heads, D, g, dtype, scratch):
@@ -359,8 +393,12 @@ def test_outputs_are_within_the_error_budget(rows, g, opened, heads, softcap, bi
 
 
 @pytest.mark.usefixtures("lanes")
-@pytest.mark.parametrize(("heads", "softcap"), [((8, 2), 0.0), ((3, 1), 0.5), ((8, 1), 0.0)])
-def test_lanes_are_within_the_error_budget(heads, softcap, scratch):
+@pytest.mark.parametrize(
+    ("heads", "softcap", "splits"),
+    [((8, 2), 0.0, (3, 0, 0)), ((3, 1), 0.5, (6, 0, 0)), ((8, 1), 0.0, (2, 0, 1)), ((3, 1), 0.5, (1, 0, 1))],
+)
+def test_lanes_are_within_the_error_budget(heads, softcap, splits, scratch, split_into):
+    split_into(*splits)
     settings = step_settings(Recall(group_size=16, window=40, num_recall=3, min_recall=0, store_bits=4))
     qkv = random_qkv(1, *heads, 330, 128, 128, dtype=torch.bfloat16)
     check_budget(settings, qkv, scratch, last=2, softcap=softcap)
@@ -410,8 +448,10 @@ def test_open_groups_that_another_kernel_reads(
 
 
 @pytest.mark.usefixtures("hopper")
-def test_latents_that_no_other_kernel_reads(scratch):
+@pytest.mark.parametrize("splits", [(7, 0, 0), (2, 0, 1)], ids=str)
+def test_latents_that_no_other_kernel_reads(splits, scratch, split_into):
     """On Hopper: groups of another size, soft caps."""
+    split_into(*splits)
     settings = step_settings(Recall(group_size=6, window=40, num_recall=9, min_recall=0, store_bits=4))
     qkv = random_qkv(1, 16, 1, 200, 96, 0, dtype=torch.bfloat16)
     check_budget(settings, qkv, scratch, last=4, softcap=0.5, latent=64)
