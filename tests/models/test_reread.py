@@ -8,6 +8,7 @@ import pytest
 import torch
 from models import small, tiny
 from oracles import oracle_reread
+from torch.utils._pytree import register_pytree_node
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 import condense
@@ -327,6 +328,21 @@ def test_what_cannot_be_given_to_pieces_is_refused(monkeypatch, method):
     said = f"^{type(method).__name__} reads .* parts of position_ids: use inputs_embeds"
     tiny.refused(said, model, ids, position_ids=torch.arange(40)[None])
     model(ids[:, :5], position_ids=torch.arange(5)[None])  # all of it stays
+
+
+def test_a_cache_of_which_nobody_takes_the_leaves():
+    """As that of a process in which transformers has exported a model, whose leaves are those of stock layers alone."""
+
+    class Exported(DynamicCache):
+        pass
+
+    def flatten(cache):
+        raise RuntimeError
+
+    register_pytree_node(Exported, flatten, lambda leaves, context: Exported())
+    model, cache = condense.apply(tiny.model("llama"), METHOD), Exported()
+    model(tiny.tokens(1, 50), **{CACHE: cache})
+    assert cache.layers[0].state.first.num < 50
 
 
 def test_beside_other_layers():

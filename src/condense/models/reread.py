@@ -180,9 +180,11 @@ def _check_given(decoder: nn.Module, given: Mapping[str, Any], method: Method) -
     """Raise ValueError, naming ``method``, if a forward was given tensors that cannot be split among the pieces of the
     prompt.
     """
-    tensors = {name for name, x in given.items() if any(isinstance(leaf, Tensor) for leaf in tree_leaves(x))}
-    tensors |= hook_arguments(decoder) & {"alora_offsets"}  # where adapters of PEFT begin in the prompt
-    if others := tensors - {*_INPUTS} - _OWN - {CACHE, "past_key_values", "kwargs"}:
+    # once transformers has exported a model, the leaves of a condensed cache are an error
+    others = given.keys() - {*_INPUTS} - _OWN - {CACHE, "past_key_values", "kwargs"}
+    others = {name for name in others if any(isinstance(leaf, Tensor) for leaf in tree_leaves(given[name]))}
+    others |= hook_arguments(decoder) & {"alora_offsets"}  # where adapters of PEFT begin in the prompt
+    if others:
         raise ValueError(
             f"{type(method).__name__} reads a prompt again in pieces, for which {type(decoder).__name__} cannot be "
             f"given parts of {', '.join(sorted(others))}: use inputs_embeds that hold them, or a method that keeps all "
