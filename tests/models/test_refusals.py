@@ -67,9 +67,9 @@ def _dense_static(model):
     return cache
 
 
-def _other_method(model, layers=None, num_empty=0):
+def _other_method(model, layers=None, num_empty=0, method=tiny.STREAMING):
     """Another method in some layers; the first ones empty, so that they would be condensed."""
-    with condense.use(model, tiny.STREAMING, layers):
+    with condense.use(model, method, layers):
         cache = tiny.filled(model, IDS)
     cache.layers[:num_empty] = [DynamicLayer() for _ in range(num_empty)]
     return cache
@@ -89,6 +89,7 @@ CACHES = {
     "pair": (lambda m: EncoderDecoderCache(DynamicCache(), DynamicCache()), "encoder-decoder.*: call condense.restore"),
     "of-a-dense-model": (lambda m: tiny.filled(tiny.model("llama"), IDS), DENSE_ENTRIES),
     "of-another-method": (_other_method, OTHER),
+    "of-another-class": (partial(_other_method, method=tiny.RECALL), "condensed by Recall, not CCA; give the model a"),
     "last-of-another-method": (partial(_other_method, layers=[2]), OTHER),
     "behind-empty-layers": (partial(_other_method, layers=[2], num_empty=2), OTHER),
 }
