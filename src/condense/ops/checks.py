@@ -51,7 +51,7 @@ def check_float64(device: torch.device) -> None:
     if device.type == "mps":
         raise ValueError(
             "device must have float64, in which condensed attention adds sums and biases, got mps: use a CPU or CUDA, "
-            "as by model.to('cpu')"
+            "as by model.to('cpu') or --device cpu"
         )
 
 

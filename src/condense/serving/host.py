@@ -54,7 +54,7 @@ class HostMemory:
         self._free: int | None = None
 
     def measure(self, available: int) -> None:
-        """Note the bytes that the host has left before any rank takes pages; later calls change nothing.
+        """Note the bytes that the host has left before any rank of this engine takes pages; later calls change nothing.
 
         Ranks take their pages at different times: what is left in between is not what all of them have together.
         """
