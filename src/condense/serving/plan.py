@@ -104,9 +104,10 @@ def serving_plan(method: Method, longest: int | None = None) -> ServingPlan:
     """
     if not isinstance(method, GroupPooling | Recall | StreamingLLM):
         raise ValueError(f"method must be one of {_SERVED} to be served, got {method}: others run with model.generate")
-    settings = step_settings(method)
+    served: Method = method
     if isinstance(method, Recall) and longest is not None:
-        settings = step_settings(method.replace(slots=min(method.slots, longest // method.group_size)))
+        served = method.replace(slots=min(method.slots, longest // method.group_size))
+    settings = step_settings(served)
     if settings.num_summary == 0:
         settings = replace(settings, summary_delay=0)
     g, delay, num_summary = settings.rule.chunk, settings.summary_delay, settings.num_summary
