@@ -173,7 +173,11 @@ def test_splits_read_every_key_once(unchosen, split_into):
             split_into(*splits)
             mine = type(state)(*(x.clone() for x in before))
             got = triton_step.step(StepCall(new_token(qkv, t), mine, settings, scale=SCALE))
-            torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5, msg=lambda text, n=splits: f"{n}: {text}")
+            # each of so many keys is added once, in another order
+            rounding = 140 * torch.finfo(torch.float32).eps
+            torch.testing.assert_close(
+                got, want, rtol=rounding, atol=rounding, msg=lambda text, n=splits: f"{n}: {text}"
+            )
 
 
 @pytest.mark.parametrize(("heads", "D", "g"), INDICES, ids=str)
