@@ -1,9 +1,7 @@
 """apply, restore, use: nested, per layer, in exceptions, and beside what users do to the model themselves."""
 
 import copy
-import timeit
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 import pytest
 import torch
@@ -94,9 +92,12 @@ def test_use_may_hold_restore_and_apply(model):
     assert condensed_layers(model) == {}
 
 
-def test_use_is_cheap_enough_for_every_training_step():
-    enter = partial(tiny.enter, tiny.model("llama", num_hidden_layers=8), tiny.CCA)
-    assert min(timeit.repeat(enter, number=1, repeat=50)) < 2e-3
+def test_use_runs_no_operation_on_tensors():
+    """So it can be entered in every training step, and waits for no device."""
+    model = tiny.model("llama")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        tiny.enter(model, tiny.CCA)
+    assert [event.name for event in profile.events()] == []
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
