@@ -34,6 +34,8 @@ from condense.ops.triton.limits import MAX_SOURCES
 
 # blocks of 128 keys are faster than blocks of 64 if a source has at least this many keys
 _LONG = 1 << 16
+# most bytes of keys and values of all heads that are read side by side; they fit into the L2 cache
+_SIDE_BY_SIDE = 48 << 20
 
 
 class Stream(namedtuple("Stream", "lo left inner all edges blocks")):
@@ -229,11 +231,11 @@ def _consume(
         pipeline.store_tile(q, acc, online, (out_ptr, lse_ptr, L), (i, r, real), packed_j, first, head, R, L)
 
 
-@gluon.jit(do_not_specialize=(*VARYING, "tiles", "works"))
+@gluon.jit(do_not_specialize=(*VARYING, "tiles", "works", "side_by_side"))
 def attend_fwd_hopper_kernel(
     q_ptr, k0, k1, k2, k3, k0_rest, k1_rest, k2_rest, k3_rest, v0, v1, v2, v3, biases, spans_ptr, out_ptr, lse_ptr,
     s_q, s_bias, s_spans, levels, K, R, L, chunk, window, entries, max_chunks,
-    query_start, window_start, padding, first_entries, scale, tiles, works,
+    query_start, window_start, padding, first_entries, scale, tiles, works, side_by_side,
     N: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, KIND: gl.constexpr, BIASED: gl.constexpr, BN: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -248,7 +250,7 @@ def attend_fwd_hopper_kernel(
     for n in gl.static_range(N):
         sizes += (k[n].shape[2],)
     rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, first_entries)
-    problem = Work(K, R, L, tiles, works, RowSpans(rule, start, spans_ptr, s_spans), 0, 0)
+    problem = Work(K, R, L, tiles, works, side_by_side, RowSpans(rule, start, spans_ptr, s_spans), 0, 0)
     scores = Scores(scale, levels, biases, s_bias, sizes)
 
     dtype: gl.constexpr = q_ptr.dtype.element_ty
@@ -303,7 +305,7 @@ def launch(call: AttendCall, programs: int) -> tuple[Tensor, Tensor]:
     tensors = (q, *described_k, *described_v[:MAX_SOURCES], biases, shared.spans, out, lse)
     numbers = (
         q.stride()[:3], shared.s_bias, shared.s_spans, shared.levels, K, R, L, *call.rule, call.scale * LOG2E,
-        tiles, works,
+        tiles, works, int(sum(x.nbytes for x in (*k, *v)) <= _SIDE_BY_SIDE),
     )  # fmt: skip
     constants = (len(k), D0, D - D0, call.kind, biased, BN, stages)
     with on_device_of(q):

@@ -264,7 +264,7 @@ def recall_fwd_hopper_kernel(
     BN: gl.constexpr = FORM.BN
     STAGES: gl.constexpr = FORM.stages
     rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, first_entries)
-    problem = Work(K, R, stop, tiles, works, RowSpans(rule, start, starts_ptr, 0), first, room)
+    problem = Work(K, R, stop, tiles, works, False, RowSpans(rule, start, starts_ptr, 0), first, room)
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     of_queries: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, PART], dtype)
     queries, k_rings, v_rings = (), (), ()
