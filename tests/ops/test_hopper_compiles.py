@@ -297,7 +297,7 @@ def test_the_kernels_of_a_prompt(widths, compiled, monkeypatch):
 
     # sizes of tiles as on a GPU
     places = (attend, "tiles_of", 2), (recall_score, "_tiles", 1), (recall_choice, "queries_per_program", 1)
-    for module, name, i in (*places, (recall_attend, "_rows", 1), (recall_score, "_rotation_tile", 1)):
+    for module, name, i in (*places, (recall_attend, "_tile", 1), (recall_score, "_rotation_tile", 1)):
         original = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *a, f=original, i=i: f(*a[:i], True, *a[i + 1 :]))
     monkeypatch.setattr(hopper_attend, "gpu_of", lambda device: host.Gpu((9, 0), 132))

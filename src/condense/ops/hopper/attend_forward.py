@@ -34,8 +34,8 @@ from condense.ops.triton.limits import MAX_SOURCES
 
 # blocks of 128 keys are faster than blocks of 64 if a source has at least this many keys
 _LONG = 1 << 16
-# most bytes of keys and values of all heads that are read side by side; they fit into the L2 cache
-_SIDE_BY_SIDE = 48 << 20
+# most bytes of all keys and values with which heads are read side by side: up to here programs of one head share little
+_SIDE_BY_SIDE = 96 << 20
 
 
 class Stream(namedtuple("Stream", "lo left inner all edges blocks")):

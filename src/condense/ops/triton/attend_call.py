@@ -27,6 +27,12 @@ _TYPES = {
 }  # fmt: skip
 
 
+def blocks(L: int, size: int, lead: int) -> list[tuple[int, int]]:
+    """Blocks ``[first, stop)`` of L queries: one of the first ``lead``, if any, then blocks of up to ``size``."""
+    starts = [*([0] if lead > 0 else []), *range(min(lead, L), L, size)]
+    return list(zip(starts, [*starts[1:], L], strict=True))
+
+
 class AttendCall(NamedTuple):
     """The arguments of the attention operations: fields of all sources as lists, and spans as `describe` returns them.
 
@@ -82,10 +88,7 @@ class AttendCall(NamedTuple):
             return
         # a word for each group takes at most 8 bytes
         step = max(1, _WORDS // (8 * self.groups.shape[0] * self.groups.shape[1] * self.closed)) * tile
-        lead = min(self.lead, L)
-        for first, stop in ((0, lead), *((n, min(n + step, L)) for n in range(lead, L, step))):
-            if first == stop:
-                continue
+        for first, stop in blocks(L, step, self.lead):
             yield first, stop, opened(self.groups, self.num_groups, self.closed, tile, first, stop, self.asked)
 
 

@@ -19,7 +19,7 @@ from condense.ops.recall.rest import GroupMeans, with_rest
 from condense.ops.spans import RuleSpans, UniformRule
 from condense.ops.tensors.per_row import at_least
 from condense.ops.triton.attend import ATTENTION
-from condense.ops.triton.attend_call import Attention, call_of, describe, needs_operation
+from condense.ops.triton.attend_call import Attention, blocks, call_of, describe, needs_operation
 from condense.ops.triton.host import LOG2E, cdiv, check_programs, dense_rows, on_device_of, power_of_2
 from condense.ops.triton.launch import Launcher, of_tile
 from condense.ops.triton.recall_choice import choice_operation, choose, marked
@@ -34,20 +34,22 @@ _GROUPS, _SPREAD_GROUPS = 64, 16
 _SCRATCH = 2**29
 
 
-def _rows(R: int, is_cuda: bool) -> int:
-    """Rows of a tile of `recall_rest_kernel`: at most 64, so that a word has a bit for each query."""
-    return 64 if is_cuda else max(16, power_of_2(R))
+def _tile(R: int, is_cuda: bool) -> tuple[int, dict[str, int]]:
+    """Rows of a tile of `recall_rest_kernel`, and Triton's launch options; at most 64 queries, a bit of a word each."""
+    if not is_cuda:
+        return max(16, power_of_2(R)), {}
+    return (64, {"maxnreg": 128}) if R == 1 else (128, {"maxnreg": 168})
 
 
 def rest_weights(
     q: Tensor, signs: Tensor, steps: Tensor, chosen: Sequence[Tensor], starts: Tensor | None, rule: Sequence[int],
-    scores: Sequence[float], closed: int,
+    scores: Sequence[float], closed: int, lead: int,
 ) -> Tensor:  # fmt: skip
     """Return the weights of `condense.ops.recall.rest.rest_weights` for all queries, float32 ``[B, H, L]``.
 
     chosen: ``groups`` of `condense.ops.triton.recall_choice.marked`, and ``asked`` if queries share lists of groups.
     q, signs, steps, starts, rule, closed: as in `condense.ops.triton.recall_choice.choose`. scores: their scale and
-    soft cap.
+    soft cap. lead: of `condense.ops.triton.attend_call.AttendCall`.
     """
     scale, softcap = scores
     index = GroupIndex(signs, steps).narrow(0, closed)
@@ -56,21 +58,20 @@ def rest_weights(
     check_programs(B * K)
     weights = torch.empty(B, H, L, dtype=torch.float32, device=q.device)
     _, _, centres, of_centres, _ = in_cells(index, columns // _SPREAD_GROUPS, _SPREAD_GROUPS, 0, D)
-    rows, width = _rows(R, q.is_cuda), width_at_once(D)
+    (rows, options), width = _tile(R, q.is_cuda), width_at_once(D)
     Q, form = rows // R, RestForm(rows, _GROUPS, width, cdiv(D, width))
     # a word takes at most 8 bytes
     n = max(1, _SCRATCH // (bytes_rotated(q) * Q + 8 * B * K * closed)) * Q
     with on_device_of(q):
-        for first in range(0, L, n):
-            stop = min(first + n, L)
+        for first, stop in blocks(L, n, lead):
             numbers, unit = rotated(q[:, :, first:stop], K, scale * LOG2E)
-            words = marked(chosen[0], G, closed, Q, first, stop, *chosen[1:])
+            words = marked(chosen[0], G, columns, Q, first, stop, *chosen[1:])
             _REST(
                 (cdiv(stop - first, Q), B * K, 1),
                 (unit, of_tile(numbers, [1, rows, width]), centres, of_centres, words, starts, weights),
-                (centres.stride(1), math.log2(g), K, L, G, first, stop, closed, columns, *rule),
+                (centres.stride(1), math.log2(g), K, L, G, first, stop, columns, *rule),
                 (R, D, "row" if starts is None else "rows", softcap * LOG2E, form),
-                {"num_stages": 3 if form.parts == 1 else 2},
+                options | {"num_stages": 3 if form.parts == 1 else 2},
             )  # fmt: skip
     return weights
 
@@ -132,7 +133,7 @@ def attend_recall(
     weigh = rest_operation if as_operation else rest_weights
     scores = choice.scale, options.softcap
     chosen = [groups] if by is None else [groups, by]
-    weights = weigh(asked, *choice.index, chosen, call.spans, call.rule, scores, closed)
+    weights = weigh(asked, *choice.index, chosen, call.spans, call.rule, scores, closed, lead)
     if not needs_operation(out, means.means):
         add_rest(out, lse, weights, means, spans, g)
         return out, lse

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from condense.ops.triton.device.rule import VARYING, program_rows, row_of_program, visible
-from condense.ops.triton.device.signs import floats_of, rotated_columns, unit_of, whole_numbers
+from condense.ops.triton.device.signs import TINY, floats_of, rotated_columns, unit_of, whole_numbers
 from condense.ops.triton.device.softmax import soft_cap
 
 # not specialised: these numbers differ between blocks of queries, and a new value must not compile a new kernel
@@ -339,10 +339,65 @@ class RestForm(NamedTuple):
     parts: int
 
 
-@triton.jit(do_not_specialize=(*VARYING, "G", "first", "stop", "words", "columns"))
+class _RestRows(namedtuple("_RestRows", "q head line centres of_centres s_centre words unit bit closed")):
+    """A tile of queries, and what it is multiplied with.
+
+    q, head, line, centres, of_centres, s_centre: as in `_TileRows`. words: pointer to the tile's words. Per row: unit,
+    the query's quantization scale; bit, the query's bit in a word; closed, its closed groups.
+    """
+
+
+@triton.jit
+def _rest_scores(x, step, word, bit, Q: tl.constexpr):
+    """Scores of centres without the query's scale, float32 ``[BM, BN]``; -inf for groups that the row's query opens.
+
+    x: integer products. step, word ``[BN]``: of each group its centre's step, and a bit for each of Q queries that open
+    it. bit ``[BM]``: that of the row's query.
+    """
+    EVERY: tl.constexpr = -1 if word.dtype.primitive_bitwidth == Q else 2**Q - 1
+    if tl.max(((word != 0) & (word != EVERY)).to(tl.int32), 0) == 0:
+        # each group is opened by all queries of the tile or by none, as where they share a choice: one number per group
+        # hides it, which a fused multiply-add adds
+        hidden = tl.where(word == 0, 0.0, float("-inf"))  # [BN]
+        s = floats_of(x) * step[None, :] + hidden[None, :]
+    else:
+        s = tl.where((word[None, :] & bit[:, None]) == 0, floats_of(x) * step[None, :], float("-inf"))
+    return s
+
+
+@triton.jit
+def _weigh_groups(
+    rows, lse, lo, hi, D: tl.constexpr, Q: tl.constexpr, CAP: tl.constexpr, FORM: tl.constexpr, MASKED: tl.constexpr
+):  # fmt: skip
+    """Add the centres of groups ``[lo, hi)`` to lse: for each row and place in a tile the largest score, and the sum of
+    ``2 ** (score - largest)``. MASKED: some of these groups may not be closed for some row.
+    """
+    top, total = lse
+    PLACES: tl.constexpr = top.shape[1]
+    for group in range(lo, hi, FORM.BN):
+        n = group + tl.arange(0, FORM.BN)
+        at = rows.centres + n.to(tl.int64)[:, None] * rows.s_centre
+        x = products_of_parts(rows.q, rows.head, rows.line, at, D, FORM)
+        word = tl.load(rows.words + n)
+        s, unit = _rest_scores(x, tl.load(rows.of_centres + n), word, rows.bit, Q), rows.unit
+        if CAP > 0:
+            s, unit = soft_cap(s * unit[:, None], CAP)[0], tl.full(unit.shape, 1.0, tl.float32)
+            s = tl.where((word[None, :] & rows.bit[:, None]) == 0, s, float("-inf"))
+        if MASKED:
+            s = tl.where(n[None, :] < rows.closed[:, None], s, float("-inf"))
+        s = tl.reshape(s, [FORM.BM, FORM.BN // PLACES, PLACES])
+        larger = tl.maximum(top, tl.max(s, 1) * unit[:, None])  # [BM, PLACES]
+        safe = tl.where(larger == float("-inf"), 0.0, larger)
+        # scaled here, so that one fused multiply-add per number remains
+        total = total * tl.exp2(top - safe) + tl.sum(tl.exp2(s * unit[:, None, None] - safe[:, None, :]), 1)
+        top = larger
+    return top, total
+
+
+@triton.jit(do_not_specialize=(*VARYING, "G", "first", "stop", "columns"))
 def recall_rest_kernel(
     unit_ptr, q, centres_ptr, of_centres_ptr, words_ptr, starts_ptr, weight_ptr,
-    s_centre, level, K, L, G, first, stop, words, columns,
+    s_centre, level, K, L, G, first, stop, columns,
     chunk, window, entries, max_chunks, query_start, window_start, padding, first_entries,
     R: tl.constexpr, D: tl.constexpr, KIND: tl.constexpr, CAP: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
@@ -351,13 +406,15 @@ def recall_rest_kernel(
 
     Grid (tiles of ``BM // R`` queries, B * K). unit, q: from `condense.ops.triton.recall_score.rotated`, in base 2, q
     as a descriptor. centres int8 ``[B * K, columns, D]``, of_centres float32 ``[B * K, columns]``: of a `CellIndex` of
-    whole tiles; rows of centres are s_centre apart. words ``[B * K, T, words]``: from
+    whole tiles; rows of centres are s_centre apart. words ``[B * K, T, columns]``: from
     `condense.ops.triton.recall_choice.marked`. level: added to the log-sum-exp, base 2. CAP: soft cap, base 2, 0.0 for
     none.
     """
     BM: tl.constexpr = FORM.BM
+    BN: tl.constexpr = FORM.BN
     Q: tl.constexpr = BM // R
-    # a place is a position among eight adjacent groups, of which one thread holds two
+    # a place is a position among eight adjacent groups, of which one thread holds two: a reduction over threads would
+    # make them wait
     PLACES: tl.constexpr = 8
     numbers = chunk, window, entries, max_chunks, query_start, window_start, padding, first_entries
     row, spans = row_of_program(numbers, starts_ptr, K, KIND)
@@ -365,24 +422,19 @@ def recall_rest_kernel(
     i, r, real = program_rows(first, stop, R, BM)
     closed = closed_groups(i, row, spans, G, KIND)
     unit = tl.load(unit_ptr + (head * (stop - first) + i - first) * R + r)  # [BM]
-    words_ptr += (head * tl.num_programs(0) + tile) * words
+    columns = columns // BN * BN  # so that the compiler knows that rows of words and steps are aligned
+    words_ptr += (head * tl.num_programs(0) + tile) * columns
     bit = tl.full([BM], 1, words_ptr.dtype.element_ty) << ((i - first) % Q)
-    centres_ptr += head * columns * s_centre
     line = tile * (Q * R)
     held = q if FORM.parts > 1 else q.load([tl.program_id(1), line, 0]).reshape(BM, FORM.P)
-    # per place in a tile, because a reduction over threads would make them wait
-    top, total = tl.full([BM, PLACES], float("-inf"), tl.float32), tl.zeros([BM, PLACES], tl.float32)
-    for group in range(0, tl.max(closed), FORM.BN):
-        n = group + tl.arange(0, FORM.BN)
-        s = products_of_parts(held, tl.program_id(1), line, centres_ptr + n.to(tl.int64)[:, None] * s_centre, D, FORM)
-        s = floats_of(s) * tl.load(of_centres_ptr + head * columns + n)[None, :] * unit[:, None]
-        word = tl.load(words_ptr + n, mask=n < words, other=0)  # [BN]
-        is_rest = ((word[None, :] & bit[:, None]) == 0) & (n[None, :] < closed[:, None])  # [BM, BN]
-        s = tl.reshape(tl.where(is_rest, soft_cap(s, CAP)[0], float("-inf")), [BM, FORM.BN // PLACES, PLACES])
-        larger = tl.maximum(top, tl.max(s, 1))  # [BM, PLACES]
-        safe = tl.where(larger == float("-inf"), 0.0, larger)
-        total = total * tl.exp2(top - safe) + tl.sum(tl.exp2(s - safe[:, None, :]), 1)
-        top = larger
+    rows = _RestRows(
+        held, tl.program_id(1), line, centres_ptr + head * columns * s_centre, of_centres_ptr + head * columns,
+        s_centre, words_ptr, tl.maximum(unit, TINY), bit, closed,
+    )  # fmt: skip
+    lse = (tl.full([BM, PLACES], float("-inf"), tl.float32), tl.zeros([BM, PLACES], tl.float32))
+    whole = tl.min(closed) // BN * BN
+    lse = _weigh_groups(rows, lse, 0, whole, D, Q, CAP, FORM, False)
+    top, total = _weigh_groups(rows, lse, whole, tl.max(closed), D, Q, CAP, FORM, True)
     weight = (log_of_sum(top, total) + level) * 0.6931471805599453  # [BM]
     weight = tl.where(tl.max(top, 1) == float("-inf"), float("-inf"), weight)
     tl.store(weight_ptr + (head * R + r) * L + i, weight, mask=real)

@@ -22,7 +22,7 @@ _LEVELS = tl.constexpr(float(index.QUERY_LEVELS))
 _CENTRE = tl.constexpr(index.CENTRE_LEVELS)
 _BELOW = tl.constexpr((1 << index.CENTRE_DROPPED) - 1)
 _UNIT = tl.constexpr(1 / index.QUERY_LEVELS)
-_TINY = tl.constexpr(2.0**-126)
+TINY = tl.constexpr(2.0**-126)
 # added to a float32 below 2 ** 22 and subtracted again, this rounds it to an integer, half to even
 ROUNDING = tl.constexpr(1.5 * 2**23)
 # a set bit, 2 ** (i - 24), times the integer 1 of a query, 2 ** (7 - i): see `_bits`
@@ -75,7 +75,7 @@ def centre_unit(largest, dtype: tl.constexpr, D: tl.constexpr):
 @triton.jit
 def centre_codes(mean, unit):
     """Codes 0 to 15, as float32, of a centre's numbers ``mean``. unit: the second result of `centre_unit`."""
-    codes = tl.floor(tl.div_rn(mean, tl.zeros_like(mean) + tl.maximum(2 * unit, _TINY)) + (_CENTRE + 1) / 2)
+    codes = tl.floor(tl.div_rn(mean, tl.zeros_like(mean) + tl.maximum(2 * unit, TINY)) + (_CENTRE + 1) / 2)
     return tl.minimum(tl.maximum(codes, 0.0), _CENTRE)
 
 
@@ -88,7 +88,7 @@ def centre_numbers(codes, unit):
 @triton.jit
 def key_steps(squares, sizes, D: tl.constexpr):
     """Quantization steps of tokens, float32, from sums of squares and absolute values of rotated key minus centre."""
-    return tl.div_rn(squares, tl.maximum(sizes, _TINY) * block_width(D))
+    return tl.div_rn(squares, tl.maximum(sizes, TINY) * block_width(D))
 
 
 @triton.constexpr_function
@@ -137,7 +137,7 @@ def _all_parts(q_ptr, s_qh, r, R, rotation_ptr, D: tl.constexpr):
 @triton.jit
 def unit_of(largest):
     """Scale of a rotated query's 8-bit integers: its largest absolute value divided by 127."""
-    return tl.maximum(largest, _TINY * _LEVELS) * _UNIT
+    return tl.maximum(largest, TINY * _LEVELS) * _UNIT
 
 
 @triton.jit
