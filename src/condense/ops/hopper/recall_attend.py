@@ -112,6 +112,18 @@ def _load_groups(source, row, groups, rings, full, empty, count, FORM: gl.conste
 
 
 @gluon.jit
+def _listed(list_ptr, block, count, FORM: gl.constexpr):
+    """Numbers of the groups in a block of the list of ``count`` groups; past the end the last one, which no row sees
+    there, and 0 for an empty list.
+    """
+    groups = ()
+    for n in gl.static_range(FORM.BN // FORM.g):
+        place = gl.minimum(block * (FORM.BN // FORM.g) + n, count - 1)
+        groups += (gl.load(list_ptr + gl.maximum(place, 0), mask=count > 0, other=0),)
+    return groups
+
+
+@gluon.jit
 def _produce(sources, lists, problem, memory, FORM: gl.constexpr):
     """Run the loading warp. sources: descriptors of keys and values of store and window. lists: `OpenedGroups`."""
     store_k, store_v, window_k, window_v = sources
@@ -127,13 +139,13 @@ def _produce(sources, lists, problem, memory, FORM: gl.constexpr):
             pipeline.load_block((window_k,), row, start, memory.k, memory.k_full, memory.k_empty, at, FORM.stages)
             pipeline.load_block((window_v,), row, start, memory.v, memory.v_full, memory.v_empty, at, FORM.stages)
             at += 1
+        groups = _listed(list_ptr, 0, count, FORM)
         for t in range(stream.blocks - stream.near):
-            groups = ()
-            for n in gl.static_range(FORM.BN // FORM.g):
-                # past the end of the list the last group is loaded once more; no row sees it there
-                groups += (gl.load(list_ptr + gl.minimum(t * (FORM.BN // FORM.g) + n, count - 1)),)
+            # the numbers of the next block's groups are loaded now, because a load from global memory takes long
+            next_groups = _listed(list_ptr, t + 1, count, FORM)
             _load_groups(store_k, row, groups, memory.k, memory.k_full, memory.k_empty, at, FORM)
             _load_groups(store_v, row, groups, memory.v, memory.v_full, memory.v_empty, at, FORM)
+            groups = next_groups
             at += 1
 
 
