@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from condense.methods import Chunks, Context, Method, check_trainable, split_bias
-from condense.ops import EntryFormat, Source, SummarySpans, summarize
+from condense.ops import EntryFormat, Source, SummarySpans, running_sums, summarize
 from condense.ops.checks import check_alike, check_scale, check_shapes
 from condense.ops.coarse import merged
-from condense.ops.recall.rest import GroupMeans, running_sums
+from condense.ops.recall.rest import GroupMeans, clamped_columns
 from condense.ops.tensors.autocast import outside_autocast
-from condense.ops.tensors.per_row import PerRow, as_rows, at_least, broadcast_rows, int_if_equal, max_row
+from condense.ops.tensors.per_row import PerRow, as_rows, at_least, int_if_equal, max_row, min_row
 from condense.ops.tensors.right_aligned import append_entries, append_window, detach_compact, newest
 from condense.ops.tensors.ring import newest_columns, store_newest
-from condense.plan import ChunkRange, ForwardPlan, run_planned
+from condense.plan import ChunkRange, ForwardPlan, Reading, run_planned
 from condense.state import SLACK, LayerState, empty_state, fine_slots, first_needed, kept_sums, with_kept
 
 
@@ -50,8 +50,8 @@ def extend(
         assert method.layout.entry_bits == 16, "entries of a prompt that is read at once are not rounded"
         fresh, prompt = empty_state(k, v), method.read(q, k, v, plan, scale=scale, backend=backend)
         return prompt.context, lambda: fresh._replace(entries=prompt.kept(), first=prompt.first)
-    reading = plan.reading(method, state, k.device)
     before = empty_state(k, v) if state is None else state
+    reading = plan.reading(method, state, k.device)
     # new tokens follow those of the window; a chunk that is due may have tokens of both
     padding = plan.padding
     window_k, window_v = append_window(before.window_k, k, padding), append_window(before.window_v, v, padding)
@@ -83,7 +83,8 @@ def extend(
             keys_and_values = _append(keys_and_values, rounded, due, num_first)
     sums, means = before.sums, None
     if reading.whole is not None:
-        sums, means = _sums(before.sums, window_v if v.shape[3] > 0 else window_k, reading.whole, method)
+        values = window_v if v.shape[3] > 0 else window_k
+        sums, means = _sums(before.sums, values, reading, method, backend)
     bias, extra = split_bias(method, entries, before.first)
     of_entries, window = Source(keys_and_values[0], keys_and_values[1], bias), Source(window_k, window_v)
     sources: tuple[Source, ...] = (of_entries, window)
@@ -152,22 +153,22 @@ def _written(ring: Tensor, columns: Tensor, count: PerRow) -> Tensor:
     return ring
 
 
-def _sums(before: Tensor, v: Tensor, whole: ChunkRange, method: Method) -> tuple[Tensor, GroupMeans]:
+def _sums(before: Tensor, v: Tensor, reading: Reading, method: Method, backend: str) -> tuple[Tensor, GroupMeans]:
     """The newest sums of values of whole groups, as in `condense.state.LayerState`, and the means that queries see.
 
     before: the sums before the new tokens; v ``[B, K, N, Dv]``: values of window and new tokens.
     """
-    (first, last, num, columns, _), g = whole, method.layout.rule.chunk
-    groups = Chunks(v, v[..., :0], columns, num, g, 0).tokens()[0]
+    assert reading.whole is not None
+    assert reading.counts is not None
+    (first, last, num, at, numbers), g = reading.whole, method.layout.rule.chunk
     if before.shape[2] == 0:
         before = v.new_zeros(*v.shape[:2], 1, v.shape[3], dtype=torch.float64)
-    new = running_sums(before[:, :, -1:], groups)
-    sums, kept = torch.cat([before[:, :, :-1], new], dim=2), min(kept_sums(g), before.shape[2] + num)
-    column = before.shape[2] - kept + broadcast_rows(last - first, 2) + torch.arange(kept, device="cpu")[None]
-    newest = sums.take_along_dim(column.clamp(min=0).to(v.device, non_blocking=True)[:, None, :, None], 2)
-    tokens = (broadcast_rows(first, 2) + torch.arange(num + 1, device="cpu")[None]) * g
-    tokens = tokens.clamp(min=1).to(v.device, non_blocking=True)[:, None, :, None]
-    return newest, GroupMeans((new / tokens).to(torch.promote_types(v.dtype, torch.float32)), first)
+    groups = Chunks(v[..., :0], v, at, num, g, numbers)
+    new, means = running_sums(before[:, :, -1:], groups, reading.counts, backend=backend)
+    made, kept = last - first, min(kept_sums(g), before.shape[2] + num)
+    sums = new if kept <= 1 + min_row(made) else torch.cat([before[:, :, :-1], new], dim=2)
+    # a copy, so that the other sums are freed
+    return clamped_columns(sums, sums.shape[2] - num + made - kept, kept).clone(), GroupMeans(means, first)
 
 
 def _check_entries(method: Method, new: object, k: Tensor, v: Tensor, num_chunks: int) -> None:

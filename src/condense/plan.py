@@ -15,7 +15,7 @@ from condense.ops import ArraySpans, RuleSpans, SummaryColumns, SummarySpans, do
 from condense.ops.checks import check_cu_seqlens, check_padding
 from condense.ops.coarse import CoarseSpans
 from condense.ops.spans import SharedByLayers
-from condense.ops.tensors.per_row import PerRow, as_rows, comparable, int_if_equal, max_row
+from condense.ops.tensors.per_row import PerRow, as_rows, broadcast_rows, comparable, int_if_equal, max_row
 from condense.ops.tensors.sampling import Sample, sample_queries
 from condense.state import LayerState
 
@@ -35,8 +35,9 @@ class Reading(NamedTuple):
 
     seen: real tokens per row afterwards. due: the chunks that are pooled now. summaries: the queries that weigh these
     chunks, None if none is needed. spans: of the new queries. whole: the chunks that new tokens complete; None where
-    their values are not summed up. merged: the coarse entries that are made now, each a chunk of the fine entries that
-    there are; None for a method without coarse entries.
+    their values are not summed up. counts: tokens before these chunks and up to each, at least 1, int64 ``[B|1, 1,
+    1 + num, 1]``. merged: the coarse entries that are made now, each a chunk of the fine entries that there are; None
+    for a method without coarse entries.
     """
 
     seen: PerRow
@@ -44,6 +45,7 @@ class Reading(NamedTuple):
     summaries: SummarySpans | SummaryColumns | None
     spans: RuleSpans | ArraySpans
     whole: ChunkRange | None = None
+    counts: Tensor | None = None
     merged: ChunkRange | None = None
 
 
@@ -115,15 +117,17 @@ class ForwardPlan(SharedByLayers):
             summaries = SummarySpans(start - S, before, seen, count, S, rule.chunk)
         first_entries = 0 if state is None else state.first.num
         spans = RuleSpans(rule, seen - self.num_tokens, window_start, self.padding, first_entries)
-        whole = None
+        whole = counts = None
         if layout.choice is not None and layout.choice.mean:
             whole = _chunks(before // rule.chunk, seen // rule.chunk, rule.chunk, window_start, device)
+            tokens = (broadcast_rows(whole.first, 2) + torch.arange(whole.num + 1, device="cpu")[None]) * rule.chunk
+            counts = tokens.clamp(min=1).to(device, non_blocking=True)[:, None, :, None]
         merged = None
         if (scales := layout.coarse_rule) is not None:
             fine_start = int_if_equal(due.last - due.num - (0 if state is None else state.fine[0].shape[2]))
             merged = _chunks(scales.made(before), scales.made(seen), scales.coarse.chunks, fine_start, device)
             spans = CoarseSpans(scales, spans.query_start, window_start, self.padding, fine_start=fine_start)
-        return Reading(seen, due, summaries, spans, whole, merged)
+        return Reading(seen, due, summaries, spans, whole, counts, merged)
 
 
 def _chunks(first: PerRow, last: PerRow, size: int, window_start: PerRow, device: torch.device) -> ChunkRange:

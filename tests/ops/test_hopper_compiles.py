@@ -17,7 +17,7 @@ from triton.runtime.jit import JITFunction
 from two_scales import TwoScales
 
 import condense
-from condense.ops import NewToken, RuleSpans, Source, StepCall, UniformRule, unpack_store
+from condense.ops import Chunks, NewToken, RuleSpans, Source, StepCall, UniformRule, running_sums, unpack_store
 from condense.ops.hopper import limits as hopper_limits
 from condense.ops.latents import Ranks
 from condense.ops.paged import PagedSlots
@@ -320,3 +320,18 @@ def test_a_store_is_unpacked_in_whole_words(bits, dtype, compiled):
     unpack_store(form, pieces, index, (128, 128), dtype, backend="triton")
     ptx = compiled[0].asm["ptx"]
     assert not re.search(r"ld\.global\.b8|st\.global\.b(8|16|32|64)", ptx)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "g", "D"), [(torch.bfloat16, 16, 128), (torch.float16, 20, 576), (torch.float32, 16, 80)]
+)
+def test_sums_of_values_stay_in_registers(dtype, g, D, apart, compiled, tmp_path):
+    """Values are loaded in pieces of 16 bytes; means are divided exactly."""
+    v, before = torch.zeros(2, 2, 64 * g, D, dtype=dtype), torch.zeros(2, 2, 1, D, dtype=torch.float64)
+    at, counts = torch.zeros(2, 64, dtype=torch.int64) if apart else 0, torch.ones(1, 1, 65, 1, dtype=torch.int64)
+    running_sums(before, Chunks(v[..., :0], v, at, 64, g, 0), counts, backend="triton")
+    blocks, added = compiled
+    assert blocks.asm["ptx"].count("ld.global.v4.b32") >= 16
+    assert "div.rn.f64" in added.asm["ptx"]
+    assert not any(spills(kernel, tmp_path) for kernel in compiled)

@@ -337,4 +337,4 @@ def test_operations_do_not_grow_with_requests(monkeypatch, prompt):
         pool = RecordPool(RECALL.replace(store_bits=4, num_recall=0.25, prompt=prompt), (K, D, 4))
         asked = [pool.add(40 + i % 3) for i in range(num)]
         pool.read([(r, tokens_of(pool, r.length)) for r in asked], scale=SCALE, backend="torch")
-    assert found[0] <= found[1] == found[2] <= 137, found
+    assert found[0] <= found[1] == found[2] <= 138, found

@@ -12,6 +12,7 @@ from condense.ops.api import (
     matched_bias,
     pool,
     pool_groups,
+    running_sums,
     summarize,
     unpack_store,
 )

@@ -101,15 +101,9 @@ def attend_recall(
 
 
 def unpack_store(
-    form: StoreFormat,
-    pieces: Tensor,
-    index: GroupIndex,
-    widths: tuple[int, int],
-    dtype: torch.dtype,
-    *,
-    places: Places | None = None,
-    backend: str = "auto",
-) -> tuple[Tensor, Tensor]:
+    form: StoreFormat, pieces: Tensor, index: GroupIndex, widths: tuple[int, int], dtype: torch.dtype, *,
+    places: Places | None = None, backend: str = "auto",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Decode stored groups to keys ``[B, K, n * g, D]`` and values ``[B, K, n * g, Dv]`` in ``dtype``.
 
     pieces ``[B, K, n, g * C]``: the groups in the format ``form``; or pages of pieces, ``[P, K, N, g * C]``, also in
@@ -206,6 +200,17 @@ def keep_groups(groups: Chunks, store: StoreFormat, *, backend: str) -> tuple[Te
     widths = k.shape[4], v.shape[4]
     chosen = "torch" if store.bits == 16 else resolve_pooling(backend, k.device, k.dtype, widths)
     return k[:, :, :, 0, :0], v[:, :, :, 0, :0], *BACKENDS[chosen].load().store_groups(store, k, v)
+
+
+def running_sums(before: Tensor, groups: Chunks, counts: Tensor, *, backend: str = "auto") -> tuple[Tensor, Tensor]:
+    """Sums of values after each of n whole groups, float64 ``[B, K, 1 + n, Dv]``, and means, float32 or wider.
+
+    before: sum 0, float64 ``[B, K, 1, Dv]``, of earlier groups. groups: the next ones, values window_v. counts: tokens
+    in each sum, at least 1, int64 ``[B|1, 1, 1 + n, 1]``. A sum does not depend on how many groups come at a time where
+    float64 rounds nothing, as with most numbers of 16 bits. Gradients flow to values and before.
+    """
+    chosen = resolve_pooling(backend, before.device, groups.window_v.dtype, (before.shape[3],))
+    return BACKENDS[chosen].load().running_sums(before, groups, counts)
 
 
 def decode_step(call: StepCall, represent: Callable[..., tuple[Tensor, ...]], *, backend: str) -> Tensor:

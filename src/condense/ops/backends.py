@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from condense.ops.hopper import limits as hopper_limits
+from condense.ops.recall import rest
 from condense.ops.recall.choice import IndexChoice, RecallSources
 from condense.ops.reference import operations as reference
 from condense.ops.step.settings import StepSettings
@@ -26,6 +27,7 @@ class Operations(NamedTuple):
     `condense.ops.attend_recall`.
     store_groups is ``store_groups(form, k, v) -> (signs, steps, rows)``: what `condense.ops.recall.split_keys` and
     `condense.ops.recall.StoreFormat.pack` make of groups of tokens ``[B, K, G, g, D]`` and ``[B, K, G, g, Dv]``.
+    running_sums is ``running_sums(before, groups, counts) -> (sums, means)``, as `condense.ops.running_sums`.
     pool_groups: None if `condense.ops.pool_groups` is to call this backend's group_scores and pool.
     """
 
@@ -38,6 +40,7 @@ class Operations(NamedTuple):
     largest_weights: Callable[..., Tensor]
     store_groups: Callable[..., tuple[Tensor, Tensor, Tensor]]
     unpack_store: Callable[..., tuple[Tensor, Tensor]]
+    running_sums: Callable[..., tuple[Tensor, Tensor]]
     pool_groups: Callable[..., tuple[Tensor, ...]] | None = None
 
 
@@ -46,7 +49,7 @@ class Backend:
     """A backend's operations and limits.
 
     imports: imports the modules of its operations and returns these. attend_obstacle, pool_obstacle, weights_obstacle:
-    all reasons why its attention, its pooling and stores, and its `condense.ops.largest_weights` cannot run for a
+    all reasons why its attention, its pooling, stores and sums, and its `condense.ops.largest_weights` cannot run for a
     `Problem`, as clauses that follow the backend's name, joined by "; "; None if it can. recall_obstacle: the same for
     `condense.ops.attend_recall`, from its arguments. instead: the backend that an error recommends in its place.
     is_fast: whether "auto" takes it for attention of a `Problem` on a GPU.
@@ -74,14 +77,15 @@ def _operations_in(*modules: ModuleType) -> dict[str, Any]:
     return {name: getattr(module, name) for module in modules for name in Operations._fields if hasattr(module, name)}
 
 
-_TORCH = Operations(**_operations_in(torch_attend, torch_pool))
+_TORCH = Operations(**_operations_in(torch_attend, torch_pool, rest))
 _REFERENCE = _TORCH._replace(**_operations_in(reference))
 
 
 def _triton() -> Operations:
-    from condense.ops.triton import attend, largest_weights, pool, recall_attend, recall_store
+    from condense.ops.triton import attend, largest_weights, pool, recall_attend, recall_store, running_sums
 
-    return _TORCH._replace(**_operations_in(attend, largest_weights, pool, recall_attend, recall_store))
+    modules = attend, largest_weights, pool, recall_attend, recall_store, running_sums
+    return _TORCH._replace(**_operations_in(*modules))
 
 
 def _hopper() -> Operations:
@@ -131,7 +135,7 @@ def resolve_recall(backend: str, q: Tensor, sources: RecallSources, choice: Inde
 
 
 def resolve_pooling(backend: str, device: torch.device, dtype: torch.dtype, widths: tuple[int, ...]) -> str:
-    """The backend that makes entries and unpacks stores, chosen as in `resolve_backend` by the limits of pooling."""
+    """The backend of entries, stores and sums of values, chosen as in `resolve_backend` by the limits of pooling."""
     problem = Problem(device, dtype, widths)
     return _resolve(backend, device, ("triton",), lambda each: each.pool_obstacle(problem))
 

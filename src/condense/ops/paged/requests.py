@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from condense.ops.api import attend, attend_recall, keep_groups, make_entries, summarize, unpack_store
+from condense.ops.api import attend, attend_recall, keep_groups, make_entries, running_sums, summarize, unpack_store
 from condense.ops.latents import UpProjection
 from condense.ops.paged.rows import Call, DueGroups, Summary, reading_of
 from condense.ops.paged.slots import CallSums, Slots
 from condense.ops.recall.choice import Askers, IndexChoice, RecallSources
 from condense.ops.recall.index import GroupIndex
-from condense.ops.recall.rest import GroupMeans, running_sums
+from condense.ops.recall.rest import GroupMeans
 from condense.ops.spans import Source
 from condense.ops.step.pages import NewTokens, PagedState, Pages, Places, as_words, copied, window_columns, words
 from condense.ops.step.records import record_format
@@ -154,20 +154,22 @@ class PagedLayer:
         return tuple(x[0].transpose(0, 1) for x in made)
 
     def _sum(self, at: CallSums) -> GroupMeans:
-        """Store the sums that a call's tokens complete, and return the means that its queries see: float64
-        ``[B, K, 1 + n, Dv]``, or ``[B, K, 1 + n, D]`` for latents.
+        """Store the sums that a call's tokens complete, and return the means that its queries see, float32 or
+        wider ``[B, K, 1 + n, Dv]``, or ``[B, K, 1 + n, D]`` for latents.
         """
         window, (D, Dv), g = self.state.window, self.widths, self.settings.rule.chunk
         width, (start, _) = Dv or D, window_columns(D, Dv, self.settings, window.cache.itemsize)
         pages, values = window.columns(start).view(torch.float64), self.tokens.columns(-width)
         part = pages.cache.shape[3]
         base = self.load(pages, at.base).flatten(2)[:, :, None, :width]
-        tokens = self.load(values, at.tokens).unflatten(2, (at.counts.shape[2] - 1, g))
-        sums = running_sums(base.masked_fill(~at.exists[..., None], 0.0), tokens)
+        tokens = self.load(values, at.tokens)
+        groups = Chunks(tokens[..., :0], tokens, 0, at.counts.shape[2] - 1, g, 0)
+        base = base.masked_fill(~at.exists[..., None], 0.0)
+        sums, means = running_sums(base, groups, at.counts, backend=self.backend)
         row, number = at.made
         parts = F.pad(sums[row, :, number], (0, g * part - width)).unflatten(2, (g, part))
         self.store(pages, at.slots, parts.transpose(1, 2).flatten(0, 1))
-        return GroupMeans(sums / at.counts, at.first)
+        return GroupMeans(means, at.first)
 
     def mean_queries(self, q: Tensor) -> Tensor:
         """Means ``[B, K, L, D]`` of queries q ``[B, H, L, D]`` over the heads that share a KV head."""

@@ -1,8 +1,8 @@
 """The slots of pages that requests read and write, found from their lengths alone, and the slots in pages of the window
 that hold sums of the values of whole groups.
 
-Every sum is the one before it plus the values of one group, in this order, however a request's tokens come. So on a CPU
-sums have the same bits; on a GPU too where float64 rounds nothing, as with most numbers of 16 bits.
+On a CPU every sum is the one before it plus the values of one group, so sums have the same bits however a request's
+tokens come; on a GPU they have them where float64 rounds nothing, as with most numbers of 16 bits.
 
 Shapes: R requests, B rows of a call, n groups that new tokens complete in any row at most, m in all rows, g tokens per
 group.

@@ -18,7 +18,7 @@ from condense.ops.latents import UpProjection
 from condense.ops.recall.choice import IndexChoice, centre_scores
 from condense.ops.spans import RuleSpans
 from condense.ops.tensors.per_row import PerRow, at_least, broadcast_rows
-from condense.ops.types import soft_cap
+from condense.ops.types import Chunks, soft_cap
 
 
 class GroupMeans(NamedTuple):
@@ -45,11 +45,11 @@ class GroupMeans(NamedTuple):
         # on a GPU; so it is repeated, and then columns are taken once
         begin, L = spans.query_start + (start + 1) - self.first * g, stop - start
         group = at_least(begin, 0) // g
-        means = _columns(self.means, group, (L - 1) // g + 2)
-        return _columns(means[:, :, :, None].expand(-1, -1, -1, g, -1).flatten(2, 3), begin - group * g, L)
+        means = clamped_columns(self.means, group, (L - 1) // g + 2)
+        return clamped_columns(means[:, :, :, None].expand(-1, -1, -1, g, -1).flatten(2, 3), begin - group * g, L)
 
 
-def _columns(x: Tensor, start: PerRow, count: int) -> Tensor:
+def clamped_columns(x: Tensor, start: PerRow, count: int) -> Tensor:
     """Columns ``[start, start + count)`` of x ``[B, K, n, Dv]``; the first or last column beyond its ends."""
     if not isinstance(start, Tensor) and 0 <= start <= x.shape[2] - count:
         return x[:, :, start : start + count]
@@ -58,13 +58,16 @@ def _columns(x: Tensor, start: PerRow, count: int) -> Tensor:
     return x.take_along_dim(column[:, None, :, None], 2)
 
 
-def running_sums(before: Tensor, groups: Tensor) -> Tensor:
-    """Sums of values ``[B, K, 1 + n, Dv]`` float64: ``before`` ``[B, K, 1, Dv]``, then the sum after each of n whole
-    groups ``[B, K, n, g, Dv]``. Groups are added one by one, so that a sum does not depend on how many come at a time.
+def running_sums(before: Tensor, groups: Chunks, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums of values ``[B, K, 1 + n, Dv]`` float64, and these divided by ``counts`` (`condense.ops.running_sums`).
+
+    Groups are added one by one, so that on a CPU a sum does not depend on how many come at a time.
     """
-    sums = torch.cat([before, groups.sum(3, dtype=torch.float64)], dim=2)
+    v = groups.tokens()[1]
+    sums = torch.cat([before, v.sum(3, dtype=torch.float64)], dim=2)
     # summed along the last dimension, where a GPU works on many rows in parallel
-    return sums.mT.cumsum(-1).mT
+    sums = sums.mT.cumsum(-1).mT
+    return sums, (sums / counts).to(torch.promote_types(v.dtype, torch.float32))
 
 
 @torch.no_grad()
