@@ -150,7 +150,7 @@ class Problem:
     def rest_arguments(self, softcap):
         asked, signs, steps, starts, rule, scale, _, closed = self.arguments()
         groups = recall_choice.choose(*self.arguments())
-        return asked, signs, steps, [groups], starts, rule, [scale, softcap], closed, 5
+        return asked, signs, steps, [groups], starts, rule, [scale, softcap], [closed, 5]
 
     def attend(self, inputs, choice, backend, weight=None, **kwargs):
         """Output and log-sum-exp, 0 for queries that see nothing. weight: of what they do not open, if it is given."""

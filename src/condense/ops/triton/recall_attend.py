@@ -43,15 +43,15 @@ def _tile(R: int, is_cuda: bool) -> tuple[int, dict[str, int]]:
 
 def rest_weights(
     q: Tensor, signs: Tensor, steps: Tensor, chosen: Sequence[Tensor], starts: Tensor | None, rule: Sequence[int],
-    scores: Sequence[float], closed: int, lead: int,
+    scores: Sequence[float], sizes: Sequence[int],
 ) -> Tensor:  # fmt: skip
     """Return the weights of `condense.ops.recall.rest.rest_weights` for all queries, float32 ``[B, H, L]``.
 
     chosen: ``groups`` of `condense.ops.triton.recall_choice.marked`, and ``asked`` if queries share lists of groups.
-    q, signs, steps, starts, rule, closed: as in `condense.ops.triton.recall_choice.choose`. scores: their scale and
-    soft cap. lead: of `condense.ops.triton.attend_call.AttendCall`.
+    q, signs, steps, starts, rule: as in `condense.ops.triton.recall_choice.choose`. scores: their scale and soft cap.
+    sizes: closed and lead of `condense.ops.triton.attend_call.AttendCall`.
     """
-    scale, softcap = scores
+    (scale, softcap), (closed, lead) = scores, sizes
     index = GroupIndex(signs, steps).narrow(0, closed)
     (B, H, L, D), (_, K, G, _), g = q.shape, signs.shape, index.group_size
     R, columns = H // K, cdiv(closed, _GROUPS) * _GROUPS
@@ -99,7 +99,7 @@ def add_rest(out: Tensor, lse: Tensor, weights: Tensor, means: GroupMeans, spans
         _JOIN(
             (cdiv(L, tile) * H, B, 1), (out, lse, weights, mean, rows),
             (out.stride()[:3], mean.stride()[:3], H, L, mean.shape[2], 0 if rows is not None else begin),
-            (g, H // mean.shape[1], Dv, tile, power_of_2(Dv)), {},
+            (g, H // mean.shape[1], Dv, tile, power_of_2(Dv)), {"num_warps": 2},
         )  # fmt: skip
 
 
@@ -133,7 +133,7 @@ def attend_recall(
     weigh = rest_operation if as_operation else rest_weights
     scores = choice.scale, options.softcap
     chosen = [groups] if by is None else [groups, by]
-    weights = weigh(asked, *choice.index, chosen, call.spans, call.rule, scores, closed, lead)
+    weights = weigh(asked, *choice.index, chosen, call.spans, call.rule, scores, [closed, lead])
     if not needs_operation(out, means.means):
         add_rest(out, lse, weights, means, spans, g)
         return out, lse

@@ -131,7 +131,7 @@ def rotated(q: Tensor, K: int, scale: float) -> tuple[Tensor, Tensor]:
     tile, dtype = _rotation_tile(q.dtype, q.is_cuda)
     _ROTATE(
         (cdiv(rows, tile), heads, 1), (q, rotation(D, q.device, dtype), numbers, unit),
-        (q.stride()[:3], K, n, width, scale), (R, D, tile), {},
+        (q.stride()[:3], K, n, width, scale), (R, D, tile), {"num_warps": 8},
     )  # fmt: skip
     return numbers[..., :D], unit
 
