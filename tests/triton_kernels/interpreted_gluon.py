@@ -89,16 +89,19 @@ def language():
     return gl
 
 
-def interpreted(module, monkeypatch):
-    """The module of a kernel in Gluon as one that the interpreter runs."""
-    hopper = SimpleNamespace(
+def interpreted(module, monkeypatch, gl=None, hopper=None, descriptor=None):
+    """The module of a kernel in Gluon as one that the interpreter runs. gl, hopper: stand for the language's modules;
+    descriptor: for the class of TMA descriptors.
+    """
+    hopper = hopper or SimpleNamespace(
         warpgroup_mma=warpgroup_mma,
         warpgroup_mma_wait=lambda count, deps: deps[0] if len(deps) == 1 else tuple(deps),
         fence_async_shared=lambda: None,
     )
-    name, gl = "triton.experimental.gluon", language()
+    name, gl = "triton.experimental.gluon", gl or language()
     modules = {name: {"jit": jit, "language": gl}, f"{name}.language": vars(gl)}
-    modules[f"{name}.language.nvidia"] = {"hopper": hopper}
+    modules |= {f"{name}.language.nvidia": {"hopper": hopper}, f"{name}.language.nvidia.hopper": vars(hopper)}
+    modules |= {f"{name}.nvidia": {}, f"{name}.nvidia.hopper": {"TensorDescriptor": descriptor}}
     with monkeypatch.context() as patched:
         for key, content in modules.items():
             stand_in = ModuleType(key)
@@ -109,6 +112,7 @@ def interpreted(module, monkeypatch):
         spec = importlib.util.spec_from_file_location(f"interpreted_{module.__name__}", inspect.getsourcefile(module))
         found = importlib.util.module_from_spec(spec)
         patched.setitem(sys.modules, spec.name, found)
+        found.tl = tl  # the interpreter looks for it in every module
         spec.loader.exec_module(found)
     monkeypatch.setattr(tl.block_type, "layout", None, raising=False)
     return found
