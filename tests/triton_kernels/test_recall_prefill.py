@@ -340,8 +340,12 @@ def test_scores_are_the_definitions_to_the_bit(g, D, heads, dtype, monkeypatch):
     ],
     ids=str,
 )  # fmt: skip
-def test_weights_are_the_definitions(g, D, heads, r, dtype, softcap):
-    """For queries of whole numbers, as above; over more groups than a tile has, in scratch memory that holds NaN."""
+def test_weights_are_the_definitions(g, D, heads, r, dtype, softcap, monkeypatch):
+    """For queries of whole numbers, as above; over more groups than a tile has, in scratch memory that holds NaN. Tiles
+    are as large as on a GPU, so that words have up to 64 bits.
+    """
+    if not CUDA:
+        monkeypatch.setattr(recall_attend, "_tile", lambda R, _, tile=recall_attend._tile: (tile(R, True)[0], {}))
     case = Case(heads, g, L=3 * g + 21, start=80 * g, r=r, pads=(0, 82 * g), widths=(D, D), dtype=dtype)
     problem = Problem(case)
     problem.asked = (problem.asked * 4).round()
