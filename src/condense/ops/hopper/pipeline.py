@@ -73,9 +73,10 @@ def memory_of(k_rings, v_rings, STAGES: gl.constexpr):
 def tile_of_work(work, problem):
     """First query and `Row` of tile number ``work``. The last queries see the most keys, so their tiles come first.
 
-    side_by_side: the tiles of all rows and KV heads are in one order, and every second round, in which each program has
-    one tile, is turned around. So all programs read about as many keys; else, with 8,192 tokens, 28 % more than the
-    mean. Longer texts are read row by row and head by head, so that programs share what is in the L2 cache.
+    side_by_side: the tiles of all rows and KV heads are in one order. Each program has one tile of a round, and every
+    second round is turned around. So all programs read about as many keys; otherwise, with 8,192 tokens, some read 28 %
+    more than the mean. Longer texts are read row by row and head by head, so that programs share what is in the L2
+    cache.
     """
     tile, head = work % problem.tiles, work // problem.tiles
     if problem.side_by_side:
