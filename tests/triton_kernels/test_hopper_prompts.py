@@ -20,9 +20,11 @@ HEADS = {"ratio-4": (4, 1, (0,)), "ratio-1-padded": (2, 2, (0, 37)), "ratio-3": 
 CHOICES = {"each": Quota(3), "shared": Quota(least=6, part=1, of=9)}
 
 
-@pytest.fixture(autouse=True, params=[1, 5], ids="programs-{}".format)
+@pytest.fixture(autouse=True, params=[1, 7], ids="programs-{}".format)
 def programs(request, monkeypatch):
-    """Several programs share the tiles, one after another. Gives the variables of the module that attends."""
+    """One program reads all tiles, or 7 share them, whose second round is not full. Gives the variables of the module
+    that attends.
+    """
     monkeypatch.setattr(hopper_attend, "gpu_of", lambda device: SimpleNamespace(multiprocessors=request.param))
     if CUDA:
         return vars(attend_forward)
