@@ -19,6 +19,7 @@ CASES = {
     "a tile and one": (1, 16, 65, (0,), 7, 128),
     "blocks": (20, 45, 8, (1,), 0, 128),
     "blocks of tiles": (2, 100, 64, (0,), 1, 2),
+    "more blocks than totals at once": (1, 1100, 8, (0,), 0, 128),
     "rows apart": (5, 40, 24, (9, 0), (3, 0), 2),
     "past the window": (4, 18, 40, (0, 31), (0, 3), 128),
 }
