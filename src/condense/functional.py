@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from condense.methods import Chunks, Context, Method, check_trainable, split_bias
-from condense.ops import EntryFormat, Source, SummarySpans, running_sums, summarize
+from condense.ops import EntryFormat, Source, SummarySpans, summarize
+from condense.ops.api import running_sums
 from condense.ops.checks import check_alike, check_scale, check_shapes
 from condense.ops.coarse import merged
 from condense.ops.recall.rest import GroupMeans, clamped_columns

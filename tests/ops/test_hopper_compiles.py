@@ -17,7 +17,8 @@ from triton.runtime.jit import JITFunction
 from two_scales import TwoScales
 
 import condense
-from condense.ops import Chunks, NewToken, RuleSpans, Source, StepCall, UniformRule, running_sums, unpack_store
+from condense.ops import Chunks, NewToken, RuleSpans, Source, StepCall, UniformRule, unpack_store
+from condense.ops.api import running_sums
 from condense.ops.hopper import limits as hopper_limits
 from condense.ops.latents import Ranks
 from condense.ops.paged import PagedSlots

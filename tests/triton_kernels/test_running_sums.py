@@ -6,7 +6,8 @@ from lanes import DEVICE
 from layers import draw, extend
 
 from condense import Recall
-from condense.ops import Chunks, running_sums
+from condense.ops import Chunks
+from condense.ops.api import running_sums
 from condense.ops.triton import limits
 from condense.ops.triton import running_sums as module
 from condense.plan import ForwardPlan

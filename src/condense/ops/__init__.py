@@ -12,7 +12,6 @@ from condense.ops.api import (
     matched_bias,
     pool,
     pool_groups,
-    running_sums,
     summarize,
     unpack_store,
 )

@@ -27,7 +27,7 @@ class Operations(NamedTuple):
     `condense.ops.attend_recall`.
     store_groups is ``store_groups(form, k, v) -> (signs, steps, rows)``: what `condense.ops.recall.split_keys` and
     `condense.ops.recall.StoreFormat.pack` make of groups of tokens ``[B, K, G, g, D]`` and ``[B, K, G, g, Dv]``.
-    running_sums is ``running_sums(before, groups, counts) -> (sums, means)``, as `condense.ops.running_sums`.
+    running_sums is ``running_sums(before, groups, counts) -> (sums, means)``, as `condense.ops.api.running_sums`.
     pool_groups: None if `condense.ops.pool_groups` is to call this backend's group_scores and pool.
     """
 

@@ -34,7 +34,7 @@ from condense.ops.triton.limits import MAX_SOURCES
 
 # blocks of 128 keys are faster than blocks of 64 if a source has at least this many keys
 _LONG = 1 << 16
-# most bytes of all keys and values with which heads are read side by side: up to here programs of one head share little
+# most bytes of keys and values with which all heads are read side by side: 64 MiB take less time so, 512 MiB more
 _SIDE_BY_SIDE = 96 << 20
 
 

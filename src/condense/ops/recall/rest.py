@@ -59,7 +59,7 @@ def clamped_columns(x: Tensor, start: PerRow, count: int) -> Tensor:
 
 
 def running_sums(before: Tensor, groups: Chunks, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums of values ``[B, K, 1 + n, Dv]`` float64, and these divided by ``counts`` (`condense.ops.running_sums`).
+    """Sums of values ``[B, K, 1 + n, Dv]`` float64, and these divided by ``counts`` (`condense.ops.api.running_sums`).
 
     Groups are added one by one, so that on a CPU a sum does not depend on how many come at a time.
     """

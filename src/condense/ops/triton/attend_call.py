@@ -29,8 +29,7 @@ _TYPES = {
 
 def blocks(L: int, size: int, lead: int) -> list[tuple[int, int]]:
     """Blocks ``[first, stop)`` of L queries: one of the first ``lead``, if any, then blocks of up to ``size``."""
-    starts = [*([0] if lead > 0 else []), *range(min(lead, L), L, size)]
-    return list(zip(starts, [*starts[1:], L], strict=True))
+    return list(itertools.pairwise([*([0] if lead > 0 else []), *range(min(lead, L), L, size), L]))
 
 
 class AttendCall(NamedTuple):

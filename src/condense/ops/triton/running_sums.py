@@ -1,4 +1,4 @@
-"""The `triton` backend of `condense.ops.running_sums`: sums and means of values after each whole group of a prompt."""
+"""The `triton` backend of `condense.ops.api.running_sums`: sums and means of values after each group of a prompt."""
 
 from typing import Any
 
