@@ -61,7 +61,7 @@ def rest_weights(
     (rows, options), width = _tile(R, q.is_cuda), width_at_once(D)
     Q, form = rows // R, RestForm(rows, _GROUPS, width, cdiv(D, width))
     # a word takes at most 8 bytes
-    n = max(1, _SCRATCH // (bytes_rotated(q) * Q + 8 * B * K * closed)) * Q
+    n = max(1, _SCRATCH // (bytes_rotated(q) * Q + 8 * B * K * columns)) * Q
     with on_device_of(q):
         for first, stop in blocks(L, n, lead):
             numbers, unit = rotated(q[:, :, first:stop], K, scale * LOG2E)

@@ -382,6 +382,7 @@ def _weigh_groups(
         s, unit = _rest_scores(x, tl.load(rows.of_centres + n), word, rows.bit, Q), rows.unit
         if CAP > 0:
             s, unit = soft_cap(s * unit[:, None], CAP)[0], tl.full(unit.shape, 1.0, tl.float32)
+            # a cap makes -inf finite
             s = tl.where((word[None, :] & rows.bit[:, None]) == 0, s, float("-inf"))
         if MASKED:
             s = tl.where(n[None, :] < rows.closed[:, None], s, float("-inf"))
