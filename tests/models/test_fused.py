@@ -1,6 +1,7 @@
-"""Steps whose norms and rotations are compiled: the same numbers, and nothing stays changed."""
+"""Steps and prompts whose norms and rotations are compiled: the same numbers, and nothing stays changed."""
 
 import sys
+import threading
 
 import pytest
 import torch
@@ -39,6 +40,40 @@ def test_steps_compute_the_same(model):
     torch.testing.assert_close(got, step(model, second), **tiny.exact(model))
     assert not any("forward" in vars(module) for module in model.modules())
     assert file.apply_rotary_pos_emb is rotation
+
+
+def test_prompts_compute_the_same_and_short_ones_stay_as_they_are(model, monkeypatch):
+    ids, forms, compiled = tiny.tokens(2, 30), [], fused._compiled
+    want = model(ids).logits
+    with monkeypatch.context() as patched:
+        patched.setattr(fused, "_compiled", lambda function, form: forms.append(form) or compiled(function, form))
+        for longest, used in ((61, set()), (60, {fused.Form.PROMPT})):
+            patched.setattr(fused, "_LONG", longest)
+            with fused.fused_prompt(model, ids), torch.no_grad():
+                torch.testing.assert_close(model(ids).logits, want, **tiny.exact(model))
+            assert set(forms) == used
+            assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_other_threads_rotate_as_before(model):
+    file = sys.modules[type(model.model.layers[0].self_attn).__mro__[2].__module__]
+    stock, entered, left = file.apply_rotary_pos_emb, threading.Barrier(2), threading.Barrier(2)
+
+    def other():
+        with fused.fused_steps(model, 2):
+            entered.wait()
+            left.wait()
+
+    thread = threading.Thread(target=other)
+    with fused._compiled_rotations([file], fused.Form.STEP):
+        thread.start()
+        entered.wait()
+        assert file.apply_rotary_pos_emb.__wrapped__ is stock
+    assert file.apply_rotary_pos_emb.__wrapped__ is stock
+    assert getattr(fused._HERE, "form", None) is None
+    left.wait()
+    thread.join()
+    assert file.apply_rotary_pos_emb is stock
 
 
 def test_small_models_and_compilers_that_fail_leave_norms_as_they_are(model, monkeypatch, caplog):

@@ -1,34 +1,46 @@
-"""Norms and rotations of steps, compiled into one kernel each while a CUDA graph of them is captured.
+"""Norms and rotations compiled into one kernel each: in steps that a CUDA graph captures, and in long prompts.
 
 PyTorch runs a norm of transformers as several kernels, and a rotation too (``apply_rotary_pos_emb`` of the model's own
-file). In a step of one token each of these takes longer to start than to work, in a replayed graph too.
+file). In a step of one token each of these takes longer to start than to work, in a replayed graph too; in a long
+prompt each reads and writes all of its tokens.
 """
 
 import functools
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import FunctionType, MethodType
+from enum import Enum
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from condense.models.streams import parallel_projections
 
 # fewest parameters for which compiling pays: a process's first call takes some seconds longer
 _LEAST_WEIGHTS = 2**29
+# fewest tokens of a prompt for which compiling pays
+_LONG = 2**15
 _OF_MODELS, _ROTATION = "transformers.models.", "apply_rotary_pos_emb"
 _BACKEND = "inductor"
-# held in a block, because it changes functions that all threads call
-_ENTERING = threading.RLock()
+# the form in which the current thread rotates; files whose function goes by it, and how many blocks use each
+_HERE, _USERS, _CHANGING = threading.local(), Counter[ModuleType](), threading.Lock()
 # classes of norms that could not be compiled
 _FAILED: set[type] = set()
 logger = logging.getLogger("condense")
 T = TypeVar("T")
+
+
+class Form(Enum):
+    """Kinds of forwards that are compiled: steps, for their number of rows, and prompts, for any length."""
+
+    STEP = 1
+    PROMPT = 2
 
 
 def capture(forward: Callable[[], T], device: torch.device) -> tuple[torch.cuda.CUDAGraph, T]:
@@ -51,24 +63,60 @@ def fused_steps(model: PreTrainedModel, rows: int) -> Iterator[None]:
     if model.num_parameters() < _LEAST_WEIGHTS:
         yield
         return
+    with _fused(model, (rows, 1), Form.STEP), parallel_projections(model):
+        yield
+
+
+@contextmanager
+def fused_prompt(model: PreTrainedModel, ids: Tensor | None) -> Iterator[None]:
+    """For the length of a ``with`` block, run the model's norms and rotations of a prompt compiled, as `fused_steps`.
+
+    ids: the prompt's tokens ``[B, L]``. Without them, and with fewer than `_LONG`, nothing is compiled.
+    """
+    if ids is None or ids.numel() < _LONG or model.num_parameters() < _LEAST_WEIGHTS:
+        yield
+        return
+    with _fused(model, tuple(ids.shape), Form.PROMPT):
+        yield
+
+
+@contextmanager
+def _fused(model: PreTrainedModel, tokens: tuple[int, ...], form: Form) -> Iterator[None]:
+    """Compiled norms and rotations for the length of a ``with`` block. tokens: rows and length of what is read."""
     norms = [module for module in model.modules() if _is_norm(module)]
     kinds = {kind for module in model.modules() if hasattr(module, "layer_idx") for kind in type(module).__mro__}
-    if not norms or not _compiles(norms[0], rows, model.dtype):
-        norms, kinds = [], set()
     files = {sys.modules[kind.__module__] for kind in kinds if kind.__module__.startswith(_OF_MODELS)}
-    with _ENTERING, parallel_projections(model):
-        stock = {file: vars(file)[_ROTATION] for file in files if _ROTATION in vars(file)}
-        try:
-            for norm in norms:
-                norm.forward = MethodType(_compiled(type(norm).forward), norm)
-            for file, function in stock.items():
-                setattr(file, _ROTATION, _for_this_thread(function))
+    if not norms or not _compiles(norms[0], tokens, model.dtype, form):
+        yield
+        return
+    for norm in norms:
+        norm.forward = MethodType(_compiled(type(norm).forward, form), norm)
+    try:
+        with _compiled_rotations([file for file in files if _ROTATION in vars(file)], form):
             yield
-        finally:
-            for norm in norms:
-                vars(norm).pop("forward", None)
-            for file, function in stock.items():
-                setattr(file, _ROTATION, function)
+    finally:
+        for norm in norms:
+            vars(norm).pop("forward", None)
+
+
+@contextmanager
+def _compiled_rotations(files: Sequence[ModuleType], form: Form) -> Iterator[None]:
+    """Compiled rotations of these files in the current thread, for the length of a ``with`` block."""
+    before, _HERE.form = getattr(_HERE, "form", None), form
+    with _CHANGING:
+        for file in files:
+            if _USERS[file] == 0:
+                setattr(file, _ROTATION, _by_thread(vars(file)[_ROTATION]))
+            _USERS[file] += 1
+    try:
+        yield
+    finally:
+        _HERE.form = before
+        with _CHANGING:
+            for file in files:
+                _USERS[file] -= 1
+                if _USERS[file] == 0:
+                    setattr(file, _ROTATION, vars(file)[_ROTATION].__wrapped__)
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -80,26 +128,31 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 @functools.cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function compiled, once per process for all models."""
-    return torch.compile(function, backend=_BACKEND)
+def _compiled(function: Callable[..., Any], form: Form) -> Callable[..., Any]:
+    """The function compiled, once per process for all models; for prompts of any length."""
+    return torch.compile(function, backend=_BACKEND, dynamic=True if form is Form.PROMPT else None)
 
 
-def _for_this_thread(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that runs compiled in the current thread, and as it is in all others."""
-    owner, compiled = threading.get_ident(), _compiled(function)
-    return lambda *args, **kwargs: (compiled if threading.get_ident() == owner else function)(*args, **kwargs)
+def _by_thread(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that runs compiled in threads that are in a block of `_compiled_rotations`, and as it is in others."""
+
+    @functools.wraps(function)
+    def rotate(*args: Any, **kwargs: Any) -> Any:
+        form = getattr(_HERE, "form", None)
+        return (function if form is None else _compiled(function, form))(*args, **kwargs)
+
+    return rotate
 
 
-def _compiles(norm: Any, rows: int, dtype: torch.dtype) -> bool:
-    """True if PyTorch can compile a norm here, which is tried on ``rows`` tokens of zeros."""
+def _compiles(norm: Any, tokens: tuple[int, ...], dtype: torch.dtype, form: Form) -> bool:
+    """True if PyTorch can compile a norm here, which is tried on so many tokens of zeros."""
     if type(norm) in _FAILED:
         return False
-    x = torch.zeros(rows, 1, norm.weight.shape[0], dtype=dtype, device=norm.weight.device)
+    x = torch.zeros(*tokens, norm.weight.shape[0], dtype=dtype, device=norm.weight.device)
     try:
-        _compiled(type(norm).forward)(norm, x)
+        _compiled(type(norm).forward, form)(norm, x)
     except Exception as error:
-        logger.warning("norms and rotations of steps run as they are, because PyTorch cannot compile them: %s", error)
+        logger.warning("norms and rotations run as they are, because PyTorch cannot compile them: %s", error)
         _FAILED.add(type(norm))
         return False
     return True
