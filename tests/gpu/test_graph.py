@@ -63,11 +63,15 @@ def test_prompts_and_steps_with_compiled_norms_and_rotations(name, graphs, monke
     want = generate(model, ids, mask, 60, cache_implementation="dynamic")
     monkeypatch.setattr(fused, "_LEAST_WEIGHTS", 0)
     monkeypatch.setattr(fused, "_LONG", 0)
+    forms, compiled = [], fused._compiled
+    monkeypatch.setattr(fused, "_compiled", lambda function, form: forms.append(form) or compiled(function, form))
     agree(generate(model, ids, mask, 60), want, model, mask)
+    assert set(forms) == set(fused.Form)
+    forms.clear()
     decoder = condense.GraphDecoder(model, batch_size=2, max_length=512)
     agree(tiny.decoded(decoder, ids, mask, max_new_tokens=60), want, model, mask)
+    assert set(forms) == set(fused.Form)
     assert len(graphs) == 1
-    assert fused._compiled.cache_info().currsize >= 2
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3", "opt"])

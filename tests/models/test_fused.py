@@ -8,7 +8,7 @@ import torch
 from models import small, tiny
 
 import condense
-from condense.models import fused
+from condense.models import fused, hooks
 
 MODELS = {"llama": tiny.model, "qwen3": tiny.model, "gemma2": small.model, "deepseek_v3": tiny.model}
 
@@ -49,10 +49,26 @@ def test_prompts_compute_the_same_and_short_ones_stay_as_they_are(model, monkeyp
         patched.setattr(fused, "_compiled", lambda function, form: forms.append(form) or compiled(function, form))
         for longest, used in ((61, set()), (60, {fused.Form.PROMPT})):
             patched.setattr(fused, "_LONG", longest)
-            with fused.fused_prompt(model, ids), torch.no_grad():
+            with fused.fused_prompt(model, *ids.shape), torch.no_grad():
                 torch.testing.assert_close(model(ids).logits, want, **tiny.exact(model))
             assert set(forms) == used
             assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("chunk", [None, 20])
+def test_generate_reads_long_prompts_so_where_it_replays_steps(model, chunk, monkeypatch):
+    """The pieces of a prompt that are read one after another count, not the prompt."""
+    ids, forms, compiled = tiny.tokens(2, 30), [], fused._compiled
+    settings = {"max_new_tokens": 2, "cache_implementation": "dynamic", "prefill_chunk_size": chunk}
+    want = tiny.generate(model, ids, **settings)
+    with monkeypatch.context() as patched:
+        patched.setattr(fused, "_compiled", lambda function, form: forms.append(form) or compiled(function, form))
+        for replays, longest in ((False, 0), (True, 2 * (chunk or 30) + 1), (True, 2 * (chunk or 30))):
+            assert not forms
+            patched.setattr(hooks, "can_replay", lambda model, replays=replays: replays)
+            patched.setattr(fused, "_LONG", longest)
+            assert torch.equal(tiny.generate(model, ids, **settings), want)
+    assert set(forms) == {fused.Form.PROMPT}
 
 
 def test_other_threads_rotate_as_before(model):

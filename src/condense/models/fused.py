@@ -17,7 +17,7 @@ from types import FunctionType, MethodType, ModuleType
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from condense.models.streams import parallel_projections
@@ -68,15 +68,15 @@ def fused_steps(model: PreTrainedModel, rows: int) -> Iterator[None]:
 
 
 @contextmanager
-def fused_prompt(model: PreTrainedModel, ids: Tensor | None) -> Iterator[None]:
+def fused_prompt(model: PreTrainedModel, rows: int, tokens: int) -> Iterator[None]:
     """For the length of a ``with`` block, run the model's norms and rotations of a prompt compiled, as `fused_steps`.
 
-    ids: the prompt's tokens ``[B, L]``. Without them, and with fewer than `_LONG`, nothing is compiled.
+    tokens: the most that one forward reads of a row. Nothing is compiled if it reads fewer than `_LONG` in all.
     """
-    if ids is None or ids.numel() < _LONG or model.num_parameters() < _LEAST_WEIGHTS:
+    if rows * tokens < _LONG or model.num_parameters() < _LEAST_WEIGHTS:
         yield
         return
-    with _fused(model, tuple(ids.shape), Form.PROMPT):
+    with _fused(model, (rows, tokens), Form.PROMPT):
         yield
 
 

@@ -5,7 +5,8 @@
 `condense.architectures`.
 `_prepare_cache_for_generation`: puts condensed layers into the cache before generate decides whether to compile and
 whether the cache can be cropped; on CUDA it chooses a static cache where its steps can be replayed.
-`_prefill`: raises ValueError for a piece of a prompt that is one token, if a method reads it as a token of an answer.
+`_prefill`: raises ValueError for a piece of a prompt that is one token, if a method reads it as a token of an answer;
+compiles norms and rotations of long prompts on CUDA.
 `get_compiled_call`: replays steps of one token as a CUDA graph, unless the caller gave a ``compile_config``.
 `DeferredStopCheck.is_supported`: lets the host queue the next replayed step before it looks whether a text has ended.
 `Cache.crop` and `Cache.reorder_cache`: take tokens back, or move rows, in all layers, or in none if one refuses.
@@ -14,6 +15,7 @@ are saved and loaded with their base's methods, see `condense.models.adapters`.
 """
 
 import copy
+from contextlib import nullcontext
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,7 @@ from condense.models.apply import condense_from_config
 from condense.models.attention import IMPLEMENTATION, KEY, condense_attention, is_condensed
 from condense.models.choice import described
 from condense.models.families import check_learned_positions
+from condense.models.fused import fused_prompt
 from condense.models.layers import ensure_layers
 from condense.models.masks import condense_mask
 from condense.models.modules import all_methods, condensed_layers, condensed_modules
@@ -187,17 +190,19 @@ def _prepare_cache(
 def _prefill(
     stock: Any, self: Any, ids: Tensor, config: GenerationConfig, inputs: dict[str, Any], *args: Any, **kwargs: Any
 ) -> Any:
-    other = reads_otherwise(condensed_layers(self).values() if is_condensed(self) else ())
-    size = config.prefill_chunk_size
-    if other is not None and size is not None:
-        mask, cache = inputs.get("attention_mask"), inputs.get(CACHE)
-        tokens = (ids if mask is None else mask).shape[1] - (0 if cache is None else int(cache.get_seq_length()))
-        if tokens > size and (size == 1 or tokens % size == 1):
-            raise ValueError(
-                f"prefill_chunk_size={size} leaves a piece of one token of {tokens}, which {type(other).__name__} "
-                "reads as a token of an answer: use another size, or prompt='recall'"
-            )
-    return stock(self, ids, config, inputs, *args, **kwargs)
+    if not is_condensed(self):
+        return stock(self, ids, config, inputs, *args, **kwargs)
+    mask, cache, size = inputs.get("attention_mask"), inputs.get(CACHE), config.prefill_chunk_size
+    tokens = (ids if mask is None else mask).shape[1] - (0 if cache is None else int(cache.get_seq_length()))
+    other = reads_otherwise(condensed_layers(self).values())
+    if other is not None and size is not None and tokens > size and (size == 1 or tokens % size == 1):
+        raise ValueError(
+            f"prefill_chunk_size={size} leaves a piece of one token of {tokens}, which {type(other).__name__} "
+            "reads as a token of an answer: use another size, or prompt='recall'"
+        )
+    fused = fused_prompt(self, len(ids), min(tokens, size or tokens)) if can_replay(self) else nullcontext()
+    with fused:
+        return stock(self, ids, config, inputs, *args, **kwargs)
 
 
 def _compiled_call(stock: Any, self: Any, compile_config: Any) -> Any:

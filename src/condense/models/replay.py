@@ -4,6 +4,7 @@ Shapes: B rows, V vocabulary.
 """
 
 import inspect
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from transformers.masking_utils import create_chunked_causal_mask
 
 from condense.caches import CACHE
 from condense.models.families import has_eager_experts, rope_that_changes
-from condense.models.fused import capture, fused_prompt, fused_steps
+from condense.models.fused import capture, fused_steps
 from condense.models.watch import is_watched
 
 # cache sizes are multiples of this, because Triton compiles kernels anew for numbers of groups that 16 does not divide,
@@ -80,10 +81,10 @@ def can_replay(model: PreTrainedModel) -> bool:
 class ReplayedForward:
     """A model's forward whose steps of one token are one CUDA graph, for a single call of `generate`.
 
-    The first step runs eagerly, which compiles kernels and takes workspaces; the second is captured. In both, and in
-    long prompts, norms and rotations are compiled (`condense.models.fused`). A step also runs eagerly if the cache is
-    not static, or its arguments differ from those of the step before. `generate` drops further tokens of a row that has
-    ended: from then on it counts as padding, which condensed layers neither store nor compute.
+    The first step runs eagerly, which compiles kernels and takes workspaces; the second is captured. In both, norms and
+    rotations are compiled (`condense.models.fused`). A step also runs eagerly if the cache is not static, or its
+    arguments differ from those of the step before. `generate` drops further tokens of a row that has ended: from then
+    on it counts as padding, which condensed layers neither store nor compute.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -108,7 +109,7 @@ class ReplayedForward:
         is_step = ids is not None and ids.shape[1] == 1 and isinstance(cache, StaticCache)
         if not is_step or call != self._known:
             self._known, self._graph = call if is_step else None, None
-            with fused_steps(self._model, len(ids)) if is_step else fused_prompt(self._model, ids):  # type: ignore[arg-type]
+            with fused_steps(self._model, len(ids)) if is_step else nullcontext():  # type: ignore[arg-type]
                 return self._forward(cache, inputs)
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         if self._graph is None:
