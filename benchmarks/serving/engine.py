@@ -80,7 +80,7 @@ BATCHED_TOKENS = {"dense": 8192, "condensed": 4096}
 PAGES_GIB = 112
 # a trial's lengths are shorter by this
 SHORTER = 16
-SIZES = (1, 2, 4, 6, 8, 12, 16, 20, 24, 32, 64, 80, 90, 128, 192, 256)
+SIZES = (1, 2, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64, 80, 90, 128, 192, 256)
 
 
 def mode_settings(mode):
