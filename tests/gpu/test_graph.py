@@ -9,7 +9,7 @@ from models import small, tiny
 from transformers import CompileConfig
 
 import condense
-from condense.models import fused, replay, streams
+from condense.models import fused, prompts, replay, streams
 from condense.models.families import has_eager_experts
 
 METHODS = methods("cca", "streaming", "entries-4", "streaming-llm", "dga")
@@ -62,7 +62,8 @@ def test_prompts_and_steps_with_compiled_norms_and_rotations(name, graphs, monke
     model, (ids, mask) = condensed(FEW, name), padded()
     want = generate(model, ids, mask, 60, cache_implementation="dynamic")
     monkeypatch.setattr(fused, "_LEAST_WEIGHTS", 0)
-    monkeypatch.setattr(fused, "_LONG", 0)
+    monkeypatch.setattr(prompts, "_LONG", 0)
+    monkeypatch.setattr(prompts, "_PIECE", 64)
     forms, compiled = [], fused._compiled
     monkeypatch.setattr(fused, "_compiled", lambda function, form: forms.append(form) or compiled(function, form))
     agree(generate(model, ids, mask, 60), want, model, mask)

@@ -15,7 +15,7 @@ from transformers.models.llama import modeling_llama
 
 import condense
 from condense.caches import CACHE
-from condense.models import condensed_layers, families
+from condense.models import condensed_layers, families, prompts
 from condense.models.families import FAMILIES, REFUSED, obstacle
 
 PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
@@ -47,7 +47,9 @@ def test_the_page_knows_every_type():
 # gpt_bigcode of the oldest transformers compiles a function with it
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("name", [name for name in small.TYPES if STATED.get(name) == EXACT])
-def test_exact(name):
+def test_exact(name, monkeypatch):
+    """Also if feed-forward modules read a prompt in pieces."""
+    monkeypatch.setattr(prompts, "_PIECE", 8)
     model = small.model(name)
     if getattr(model.config, "attn_logit_softcapping", None):
         model.set_attn_implementation("eager")  # transformers 5.17 takes SDPA for it, which does not cap scores
@@ -60,7 +62,8 @@ def test_exact(name):
         rows = [tiny.logits(model, ids[:1])[0], tiny.logits(model, ids[1:, :-NUM_PADS])[0]]
         assert (rows[0] - stock[0]).abs().max() > 1e-3
         padded, mask = tiny.left_padded([ids[0], ids[1, :-NUM_PADS]])
-        steps = tiny.in_chunks(model, padded, (PROMPT, *[1] * (LENGTH - PROMPT)), mask=mask)
+        with prompts._feed_forward_in_pieces(model):
+            steps = tiny.in_chunks(model, padded, (PROMPT, *[1] * (LENGTH - PROMPT)), mask=mask)
     torch.testing.assert_close(steps[0], rows[0], **ROUNDED)
     torch.testing.assert_close(steps[1, NUM_PADS:], rows[1], **ROUNDED)
     torch.testing.assert_close(tiny.logits(model, ids), stock, rtol=0, atol=0)

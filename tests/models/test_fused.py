@@ -8,7 +8,7 @@ import torch
 from models import small, tiny
 
 import condense
-from condense.models import fused, hooks
+from condense.models import fused, hooks, prompts
 
 MODELS = {"llama": tiny.model, "qwen3": tiny.model, "gemma2": small.model, "deepseek_v3": tiny.model}
 
@@ -43,21 +43,36 @@ def test_steps_compute_the_same(model):
 
 
 def test_prompts_compute_the_same_and_short_ones_stay_as_they_are(model, monkeypatch):
-    ids, forms, compiled = tiny.tokens(2, 30), [], fused._compiled
+    ids, forms, compiled, read = tiny.tokens(2, 30), [], fused._compiled, []
+    monkeypatch.setattr(prompts, "_PIECE", 16)
     want = model(ids).logits
+    first = next(module for module in model.modules() if type(module).__name__.endswith("MLP"))
+    first.get_submodule("up_proj").register_forward_hook(
+        lambda module, args, out: read.append(args[0].shape[:-1].numel())
+    )
     with monkeypatch.context() as patched:
         patched.setattr(fused, "_compiled", lambda function, form: forms.append(form) or compiled(function, form))
-        for longest, used in ((61, set()), (60, {fused.Form.PROMPT})):
-            patched.setattr(fused, "_LONG", longest)
-            with fused.fused_prompt(model, *ids.shape), torch.no_grad():
+        for longest, used, pieces in ((61, set(), [60]), (60, {fused.Form.PROMPT}, [16, 16, 16, 12])):
+            patched.setattr(prompts, "_LONG", longest)
+            with prompts.long_prompt(model, *ids.shape), torch.no_grad():
                 torch.testing.assert_close(model(ids).logits, want, **tiny.exact(model))
             assert set(forms) == used
+            assert read == pieces
+            read.clear()
             assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_feed_forward_modules_that_something_was_added_to_read_prompts_whole(model, monkeypatch):
+    monkeypatch.setattr(prompts, "_PIECE", 16)
+    first, *others = (module for module in model.modules() if type(module).__name__.endswith("MLP"))
+    first.register_forward_hook(lambda module, args, out: None)
+    with prompts._feed_forward_in_pieces(model):
+        assert ["forward" in vars(module) for module in (first, *others)] == [False] + [True] * len(others)
 
 
 @pytest.mark.parametrize("chunk", [None, 20])
 def test_generate_reads_long_prompts_so_where_it_replays_steps(model, chunk, monkeypatch):
-    """The pieces of a prompt that are read one after another count, not the prompt."""
+    """Tokens of one forward count, not those of the prompt."""
     ids, forms, compiled = tiny.tokens(2, 30), [], fused._compiled
     settings = {"max_new_tokens": 2, "cache_implementation": "dynamic", "prefill_chunk_size": chunk}
     want = tiny.generate(model, ids, **settings)
@@ -66,7 +81,7 @@ def test_generate_reads_long_prompts_so_where_it_replays_steps(model, chunk, mon
         for replays, longest in ((False, 0), (True, 2 * (chunk or 30) + 1), (True, 2 * (chunk or 30))):
             assert not forms
             patched.setattr(hooks, "can_replay", lambda model, replays=replays: replays)
-            patched.setattr(fused, "_LONG", longest)
+            patched.setattr(prompts, "_LONG", longest)
             assert torch.equal(tiny.generate(model, ids, **settings), want)
     assert set(forms) == {fused.Form.PROMPT}
 

@@ -11,7 +11,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from enum import Enum
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, TypeVar
@@ -24,9 +24,7 @@ from condense.models.streams import parallel_projections
 
 # fewest parameters for which compiling pays: a process's first call takes some seconds longer
 _LEAST_WEIGHTS = 2**29
-# fewest tokens of a prompt for which compiling pays
-_LONG = 2**15
-_OF_MODELS, _ROTATION = "transformers.models.", "apply_rotary_pos_emb"
+OF_MODELS, _ROTATION = "transformers.models.", "apply_rotary_pos_emb"
 _BACKEND = "inductor"
 # the form in which the current thread rotates; files whose function goes by it, and how many blocks use each
 _HERE, _USERS, _CHANGING = threading.local(), Counter[ModuleType](), threading.Lock()
@@ -53,40 +51,27 @@ def capture(forward: Callable[[], T], device: torch.device) -> tuple[torch.cuda.
 
 @contextmanager
 def fused_steps(model: PreTrainedModel, rows: int) -> Iterator[None]:
-    """For the length of a ``with`` block, run the model's norms and rotations of ``rows`` tokens compiled, and its
-    projections as `condense.models.streams` says.
+    """For the length of a ``with`` block, run steps of ``rows`` tokens as `fused` says, and projections as
+    `condense.models.streams` does.
+    """
+    projections = parallel_projections(model) if _is_large(model) else nullcontext()
+    with fused(model, (rows, 1), Form.STEP), projections:
+        yield
+
+
+@contextmanager
+def fused(model: PreTrainedModel, tokens: tuple[int, int], form: Form) -> Iterator[None]:
+    """For the length of a ``with`` block, run the model's norms and rotations compiled. tokens: rows, and the most
+    that is read of a row.
 
     Models of fewer than `_LEAST_WEIGHTS` parameters, and norms with hooks, stay as they are. Where PyTorch cannot
     compile, a warning says so, and norms and rotations stay as they are. Other threads rotate as before. Results differ
     by rounding.
     """
-    if model.num_parameters() < _LEAST_WEIGHTS:
-        yield
-        return
-    with _fused(model, (rows, 1), Form.STEP), parallel_projections(model):
-        yield
-
-
-@contextmanager
-def fused_prompt(model: PreTrainedModel, rows: int, tokens: int) -> Iterator[None]:
-    """For the length of a ``with`` block, run the model's norms and rotations of a prompt compiled, as `fused_steps`.
-
-    tokens: the most that one forward reads of a row. Nothing is compiled if it reads fewer than `_LONG` in all.
-    """
-    if rows * tokens < _LONG or model.num_parameters() < _LEAST_WEIGHTS:
-        yield
-        return
-    with _fused(model, (rows, tokens), Form.PROMPT):
-        yield
-
-
-@contextmanager
-def _fused(model: PreTrainedModel, tokens: tuple[int, ...], form: Form) -> Iterator[None]:
-    """Compiled norms and rotations for the length of a ``with`` block. tokens: rows and length of what is read."""
     norms = [module for module in model.modules() if _is_norm(module)]
     kinds = {kind for module in model.modules() if hasattr(module, "layer_idx") for kind in type(module).__mro__}
-    files = {sys.modules[kind.__module__] for kind in kinds if kind.__module__.startswith(_OF_MODELS)}
-    if not norms or not _compiles(norms[0], tokens, model.dtype, form):
+    files = {sys.modules[kind.__module__] for kind in kinds if kind.__module__.startswith(OF_MODELS)}
+    if not norms or not _is_large(model) or not _compiles(norms[0], tokens, model.dtype, form):
         yield
         return
     for norm in norms:
@@ -119,12 +104,20 @@ def _compiled_rotations(files: Sequence[ModuleType], form: Form) -> Iterator[Non
                     setattr(file, _ROTATION, vars(file)[_ROTATION].__wrapped__)
 
 
+def _is_large(model: PreTrainedModel) -> bool:
+    return model.num_parameters() >= _LEAST_WEIGHTS
+
+
+def is_stock(module: nn.Module) -> bool:
+    """True for a module without hooks whose forward is its class's."""
+    return not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+
+
 def _is_norm(module: nn.Module) -> bool:
     """True for an RMS norm of transformers that nothing was added to."""
-    changed = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
     cls, weight = type(module), getattr(module, "weight", None)
-    is_own = cls.__module__.startswith(_OF_MODELS) and isinstance(cls.forward, FunctionType)
-    return is_own and cls.__name__.endswith("RMSNorm") and isinstance(weight, nn.Parameter) and not changed
+    is_own = cls.__module__.startswith(OF_MODELS) and isinstance(cls.forward, FunctionType)
+    return is_own and cls.__name__.endswith("RMSNorm") and isinstance(weight, nn.Parameter) and is_stock(module)
 
 
 @functools.cache
@@ -144,7 +137,7 @@ def _by_thread(function: Callable[..., Any]) -> Callable[..., Any]:
     return rotate
 
 
-def _compiles(norm: Any, tokens: tuple[int, ...], dtype: torch.dtype, form: Form) -> bool:
+def _compiles(norm: Any, tokens: tuple[int, int], dtype: torch.dtype, form: Form) -> bool:
     """True if PyTorch can compile a norm here, which is tried on so many tokens of zeros."""
     if type(norm) in _FAILED:
         return False

@@ -14,10 +14,11 @@ from transformers import PreTrainedModel, StaticCache
 from condense.caches import CACHE, StaticCondensedLayer
 from condense.config import check_int
 from condense.models.families import check_learned_positions, has_eager_experts, rope_that_changes, transformers_model
-from condense.models.fused import capture, fused_prompt, fused_steps
+from condense.models.fused import capture, fused_steps
 from condense.models.layers import ensure_layers
 from condense.models.masks import ALL_REAL
 from condense.models.modules import all_methods, condensed_layers
+from condense.models.prompts import long_prompt
 from condense.models.stock import reads_otherwise
 
 # calls before the capture: the first ones compile kernels and allocate workspaces, which a graph must not record
@@ -155,7 +156,7 @@ class GraphDecoder:
         pieces = (x.split(sizes, dim=1) for x in (input_ids.to(positions.device), positions))
         for ids, at in zip(*pieces, strict=True):
             stop += ids.shape[1]
-            with fused_prompt(self.model, *ids.shape):
+            with long_prompt(self.model, *ids.shape):
                 logits = self._call(ids, at, self._mask[:, :stop] if self._is_padded else None, **keep)
         for layer in self._condensed:
             layer.know_slots(None)

@@ -6,7 +6,7 @@
 `_prepare_cache_for_generation`: puts condensed layers into the cache before generate decides whether to compile and
 whether the cache can be cropped; on CUDA it chooses a static cache where its steps can be replayed.
 `_prefill`: raises ValueError for a piece of a prompt that is one token, if a method reads it as a token of an answer;
-compiles norms and rotations of long prompts on CUDA.
+on CUDA it reads long prompts as `condense.models.prompts` says.
 `get_compiled_call`: replays steps of one token as a CUDA graph, unless the caller gave a ``compile_config``.
 `DeferredStopCheck.is_supported`: lets the host queue the next replayed step before it looks whether a text has ended.
 `Cache.crop` and `Cache.reorder_cache`: take tokens back, or move rows, in all layers, or in none if one refuses.
@@ -37,10 +37,10 @@ from condense.models.apply import condense_from_config
 from condense.models.attention import IMPLEMENTATION, KEY, condense_attention, is_condensed
 from condense.models.choice import described
 from condense.models.families import check_learned_positions
-from condense.models.fused import fused_prompt
 from condense.models.layers import ensure_layers
 from condense.models.masks import condense_mask
 from condense.models.modules import all_methods, condensed_layers, condensed_modules
+from condense.models.prompts import long_prompt
 from condense.models.replay import CacheOfOneCall, ReplayedForward, can_replay, is_compiled, replayable_cache
 from condense.models.stock import reads_otherwise
 from condense.version import __version__
@@ -200,8 +200,7 @@ def _prefill(
             f"prefill_chunk_size={size} leaves a piece of one token of {tokens}, which {type(other).__name__} "
             "reads as a token of an answer: use another size, or prompt='recall'"
         )
-    fused = fused_prompt(self, len(ids), min(tokens, size or tokens)) if can_replay(self) else nullcontext()
-    with fused:
+    with long_prompt(self, len(ids), min(tokens, size or tokens)) if can_replay(self) else nullcontext():
         return stock(self, ids, config, inputs, *args, **kwargs)
 
 
