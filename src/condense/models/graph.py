@@ -156,7 +156,7 @@ class GraphDecoder:
         pieces = (x.split(sizes, dim=1) for x in (input_ids.to(positions.device), positions))
         for ids, at in zip(*pieces, strict=True):
             stop += ids.shape[1]
-            with long_prompt(self.model, *ids.shape):
+            with nullcontext() if self._graph is None else long_prompt(self.model, *ids.shape):
                 logits = self._call(ids, at, self._mask[:, :stop] if self._is_padded else None, **keep)
         for layer in self._condensed:
             layer.know_slots(None)
