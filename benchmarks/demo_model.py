@@ -5,8 +5,7 @@
     python benchmarks/demo_model.py evaluate --model MODEL --data TEST... --output RESULTS.json
     python benchmarks/demo_model.py plot     --results RESULTS.json --output PICTURE.png
 
-`train --until long` stops after the dense phases and `train --resume` goes on from there, or from the last
-checkpoint of an interrupted run.
+`train --resume` goes on from the last checkpoint of an interrupted run.
 """
 
 import argparse
@@ -53,14 +52,14 @@ def train(options: argparse.Namespace) -> None:
     config = recipe(options.data, options.output, seed=options.seed, cache=options.cache, workers=options.workers)
     if options.steps is not None:
         config = config.with_steps(options.steps)
-    print(run_training(config, resume=options.resume, until=options.until))
+    print(run_training(config, resume=options.resume))
 
 
 def prepare_data(options: argparse.Namespace) -> None:
     config = RECIPES["demo_model"](options.data, options.cache / "unused", cache=options.cache)
-    prepared = prepare(config)
-    tokens = sum(len(corpus.tokens) for corpus in prepared.corpora)
-    print(f"{len(prepared.tokenizer)} tokens in the vocabulary, {tokens} in the corpus")
+    tokenizer, corpora = prepare(config)
+    tokens = sum(len(corpus.tokens) for corpus in corpora)
+    print(f"{len(tokenizer)} tokens in the vocabulary, {tokens} in the corpus")
 
 
 def evaluate(options: argparse.Namespace) -> None:
@@ -163,7 +162,6 @@ def main() -> None:
     command.add_argument("--seed", type=int, default=0)
     command.add_argument("--steps", type=int, help="steps of every phase, to try out a machine")
     command.add_argument("--workers", type=int, default=8)
-    command.add_argument("--until", help="stop after this phase: short, longer, long or mixed")
     command.add_argument("--resume", action="store_true", help="go on with an unfinished run")
     command.set_defaults(run=train)
 

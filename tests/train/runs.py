@@ -39,12 +39,12 @@ def refused(message, config, **options):
 
 
 @contextlib.contextmanager
-def interrupted_at(step):
-    """Interrupts the block before this optimizer step, counted from 0; the block must not catch it."""
+def interrupted_at(step, phase=None):
+    """Interrupts the block before this optimizer step (of a phase), counted from 0; the block must not catch it."""
     stock = MixedTrainer.training_step
 
     def training_step(self, *args, **kwargs):
-        if self.state.global_step == step:
+        if self.state.global_step == step and phase in (None, self._phase.name):
             raise KeyboardInterrupt
         return stock(self, *args, **kwargs)
 

@@ -2,5 +2,5 @@
 
 from condense.train.config import PhaseConfig, TrainConfig
 from condense.train.recipes import PRESETS, RECIPES, read_recipe
-from condense.train.run import Prepared, new_model, prepare, run_training
+from condense.train.run import new_model, prepare, run_training
 from condense.train.tokenizer import train_tokenizer

@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from accelerate.utils import is_torch_version, parse_flag_from_env
 from torch import nn
-from transformers import PrinterCallback, TrainerCallback, TrainingArguments
+from transformers import PrinterCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 from condense.train.config import PhaseConfig
@@ -81,7 +81,7 @@ def train_phase(
     seed: int,
     workers: int = 0,
     checkpoint: Path | None = None,
-    callbacks: Sequence[TrainerCallback] = (),
+    report_to: str = "none",
 ) -> MixedTrainer:
     """Train ``model`` in place, in all processes that `accelerate launch` or `torchrun` has started.
 
@@ -90,7 +90,7 @@ def train_phase(
 
     model: a causal LM with stock attention, or PEFT around one; moved to the GPU if there is one. dataset: the phase's
     sequences, in order. folder: where checkpoints go. seed: of Trainer. workers: processes that build
-    sequences. checkpoint: a checkpoint of the same phase to go on from. callbacks: Trainer's, called between steps.
+    sequences. checkpoint: a checkpoint of the same phase to go on from. report_to: as in `TrainConfig`.
     Returns the trainer: ``state.log_history`` has the entries of `MixedTrainer`.
     Raises ValueError if several GPUs are visible to one process, a batch has no sequence for each process and part, or
     FSDP is asked for where it cannot be or would fail; and if training must stop (see `MixedTrainer`).
@@ -124,7 +124,7 @@ def train_phase(
         save_strategy="steps",
         save_steps=phase.checkpoint_steps,
         save_total_limit=2,  # the newest may be half-written when the process dies
-        report_to="none",
+        report_to=report_to,
         disable_tqdm=not interactive,
     )
     if arguments.device.type == "cpu":
@@ -139,7 +139,7 @@ def train_phase(
     config: Any = model.config
     # None: configurations of several parts have no such field
     use_cache = getattr(config, "use_cache", None)
-    trainer = MixedTrainer(phase, model=model, args=arguments, train_dataset=dataset, callbacks=[*callbacks])
+    trainer = MixedTrainer(phase, model=model, args=arguments, train_dataset=dataset)
     if sharded and not trainer.is_fsdp_enabled:
         with suppress(OSError):
             Path(arguments.output_dir).rmdir()  # Trainer made it, and the next run would take it for one to resume

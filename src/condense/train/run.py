@@ -7,7 +7,6 @@ import os
 import shutil
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 from accelerate import PartialState
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.integrations import TensorBoardCallback, is_tensorboard_available
+from transformers.integrations import is_tensorboard_available
 from transformers.trainer_utils import set_seed
 
 from condense.files import sole_writer, whole_folder
@@ -39,20 +38,10 @@ REPORT = "training.json"
 _RUNS = "runs"  # TensorBoard's files, by the name that transformers gives their folder
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """The tokenizer and the encoded text, which all runs on the same data share.
+def prepare(config: TrainConfig) -> tuple[PreTrainedTokenizerBase, list[Corpus]]:
+    """Train (or load) the tokenizer and encode the data; all runs on the same data can share ``config.cache_folder``.
 
-    corpora: one of all data files, or one for each of them if they are weighted.
-    """
-
-    tokenizer: PreTrainedTokenizerBase
-    corpora: tuple[Corpus, ...]
-
-
-def prepare(config: TrainConfig) -> Prepared:
-    """Train (or load) the tokenizer and encode the data; both are kept in ``config.cache_folder``.
-
+    Returns the tokenizer, and a corpus of all data files, or one for each of them if they are weighted.
     Raises ValueError for a missing or empty data file, and a tokenizer with tokens that the pretrained model lacks.
     """
     known = None
@@ -64,14 +53,14 @@ def prepare(config: TrainConfig) -> Prepared:
     else:
         tokenizer = _own_tokenizer(config)
     sources = [[path] for path in config.data] if config.data_weights else [config.data]
-    corpora = tuple(load_corpus(paths, tokenizer, config.cache_folder) for paths in sources)
+    corpora = [load_corpus(paths, tokenizer, config.cache_folder) for paths in sources]
     if known is not None and (largest := max(int(corpus.tokens.max()) for corpus in corpora)) >= known:
         # added tokens that no text has may lack an embedding
         raise ValueError(
             f"data: wanted text of the model's {known} tokens, got {tokenizer.convert_ids_to_tokens(largest)!r} "
             f"({largest}): leave it out, or give a model that has it"
         )
-    return Prepared(tokenizer, corpora)
+    return tokenizer, corpora
 
 
 def new_model(architecture: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, dtype: str) -> PreTrainedModel:
@@ -90,25 +79,23 @@ def new_model(architecture: Mapping[str, Any], tokenizer: PreTrainedTokenizerBas
     return model
 
 
-def run_training(config: TrainConfig, *, resume: bool = False, until: str | None = None) -> Path:
-    """Train all phases and write model, tokenizer and ``training.json`` to ``config.output``.
+def run_training(config: TrainConfig, *, resume: bool = False) -> Path:
+    """Train all phases, write model, tokenizer and ``training.json`` to ``config.output``, and return that folder.
 
     Unfinished work lives in ``config.work``: each phase's checkpoints, and its model once it is done. The
     output folder appears under its name only when everything in it is written.
 
     resume: go on with what an interrupted run of the same configuration left in ``config.work``.
-    until: stop after the phase of this name; a later call with ``resume`` goes on.
-    Returns the folder of the finished model: ``config.output``, or a phase's model if ``until`` stopped it.
     Raises ValueError for an output that exists, or that another process writes; for unfinished work without ``resume``,
-    or of another run; for bad data and no such phase; for a model that is too short for a phase, and a method that
-    cannot condense it or be trained.
+    or of another run; for bad data; for a model that is too short for a phase, and a method that cannot condense it or
+    be trained.
     """
     processes = PartialState(cpu=not torch.accelerator.is_available())
     with sole_writer(config.output) if processes.is_main_process else contextlib.nullcontext():
-        return _run(config, processes, resume, until)
+        return _run(config, processes, resume)
 
 
-def _run(config: TrainConfig, processes: PartialState, resume: bool, until: str | None) -> Path:
+def _run(config: TrainConfig, processes: PartialState, resume: bool) -> Path:
     if processes.is_main_process:
         if resume and config.output.exists():
             # a finished run gives the output its name, and then removes its work
@@ -124,9 +111,6 @@ def _run(config: TrainConfig, processes: PartialState, resume: bool, until: str 
                 f"resume: wanted True, since an unfinished run lies in {config.work}, got False; to start another run, "
                 "delete that folder or choose another output"
             )
-    names = [phase.name for phase in config.phases]
-    if until is not None and until not in names:
-        raise ValueError(f"until: wanted one of {', '.join(names)}, got {until!r}")
     if config.report_to == "tensorboard" and not is_tensorboard_available():
         raise ValueError("report_to: wanted TensorBoard installed for 'tensorboard', got none: pip install tensorboard")
     _check_model(config)
@@ -135,21 +119,20 @@ def _run(config: TrainConfig, processes: PartialState, resume: bool, until: str 
     try:
         with processes.main_process_first():  # the first process writes record and encoded text, the others read them
             check_same_run(config)
-            prepared = prepare(config)
+            tokenizer, corpora = prepare(config)
         processes.wait_for_everyone()  # a process that is behind would write the record again after its removal
+        builders = []
         for phase in config.phases:
             phase.part_size(processes.num_processes)
-            _builders(prepared, phase)
+            builders.append(_builders(tokenizer, corpora, phase))
         start: Path | None = None
         reports = []
         for index, phase in enumerate(config.phases):
             folder = config.work / f"{index}-{phase.name}"
             if not (folder / "model").exists():
-                _run_phase(config, index, phase, prepared, start, folder)
+                _run_phase(config, index, tokenizer, builders[index], start, folder)
             start = folder / "model"
             reports.append(folder / REPORT)
-            if phase.name == until and phase is not config.phases[-1]:
-                return start
     except BaseException:
         # before the first step there is no folder of a phase: leave none to be resumed or deleted
         if not begun and processes.is_main_process and not any(config.work.glob("0-*")):
@@ -163,10 +146,11 @@ def _run(config: TrainConfig, processes: PartialState, resume: bool, until: str 
 
 
 def _run_phase(
-    config: TrainConfig, index: int, phase: PhaseConfig, prepared: Prepared, start: Path | None, folder: Path
-) -> None:
+    config: TrainConfig, index: int, tokenizer: PreTrainedTokenizerBase, builders: list[SequenceBuilder],
+    start: Path | None, folder: Path,
+) -> None:  # fmt: skip
     """Train one phase from ``start`` (``None``: from the configuration's own start) into ``folder/model``."""
-    seed, processes = config.seed, PartialState()
+    phase, seed, processes = config.phases[index], config.seed, PartialState()
     set_seed(seed)
     saved = start or config.pretrained
     if saved is not None:
@@ -180,17 +164,16 @@ def _run_phase(
         stock = restore(stock) if condensed_layers(stock) else stock
     else:
         assert config.architecture is not None
-        stock = new_model(config.architecture, prepared.tokenizer, config.dtype)
+        stock = new_model(config.architecture, tokenizer, config.dtype)
     model: Any = set_trained(stock, config)
-    dataset = TrainingSequences(_builders(prepared, phase), phase, (seed, index), config.data_weights)
+    dataset = TrainingSequences(builders, phase, (seed, index), config.data_weights)
     with processes.main_process_first():  # the first process removes half-written checkpoints
         checkpoint = newest_checkpoint(folder)
     began = time.monotonic()
-    loggers = [TensorBoardCallback()] if config.report_to == "tensorboard" else []
     # sequences depend on the seed alone, so fewer workers change nothing
     workers = min(config.workers, os.cpu_count() or 1)
     trainer = train_phase(
-        model, dataset, phase, folder, seed=seed, workers=workers, checkpoint=checkpoint, callbacks=loggers
+        model, dataset, phase, folder, seed=seed, workers=workers, checkpoint=checkpoint, report_to=config.report_to
     )
     report = {
         "phase": phase,
@@ -212,13 +195,13 @@ def _run_phase(
         with whole_folder(folder / "model") as path:
             with use(model, phase.method) if condensed and phase.method is not None else contextlib.nullcontext():
                 model.save_pretrained(path, max_shard_size=config.shard_size, state_dict=weights)
-            prepared.tokenizer.save_pretrained(path)
+            tokenizer.save_pretrained(path)
         for leftover in folder.glob("checkpoint-*"):
             shutil.rmtree(leftover)
     processes.wait_for_everyone()
 
 
-def _builders(prepared: Prepared, phase: PhaseConfig) -> list[SequenceBuilder]:
+def _builders(tokenizer: PreTrainedTokenizerBase, corpora: list[Corpus], phase: PhaseConfig) -> list[SequenceBuilder]:
     """A builder of sequences for each corpus. Raises ValueError for too short a corpus, for too few names for hidden
     numbers, and if the least number of them does not fit.
     """
@@ -226,7 +209,7 @@ def _builders(prepared: Prepared, phase: PhaseConfig) -> list[SequenceBuilder]:
     most = len(words) // 2
     if phase.task_share and phase.keys[1] > most:
         raise ValueError(f"keys: wanted at most {most}, as names are pairs of {len(words)} words, got {phase.keys}")
-    made = [SequenceBuilder(prepared.tokenizer, corpus, words, phase.sequence_length) for corpus in prepared.corpora]
+    made = [SequenceBuilder(tokenizer, corpus, words, phase.sequence_length) for corpus in corpora]
     fitting = len(made[0].passkeys(np.random.default_rng(0), phase.keys[0], FORMS[0]).keys) if phase.task_share else 0
     if phase.task_share and fitting < phase.keys[0]:
         raise ValueError(
