@@ -81,7 +81,7 @@ BAD = [
     (("inspect", "--length", "0"), "length: wanted a number of tokens >= 1, such as 4096, 32K or 1M, got '0'"),
     (("inspect", "--memory", "80"), "memory: wanted bytes, such as 80GB or 512GiB, got '80'"),
     (("inspect", "--memory", "0.0GB"), "memory: wanted bytes, such as 80GB or 512GiB, got '0.0GB'"),
-    (("inspect", "--batch", "0", "--memory", "80GB"), "batch must be an integer >= 1, got 0"),
+    (("inspect", "--batch", "0", "--memory", "80GB"), "Invalid value for '--batch'"),
     (("inspect", "--batch", "2"), "batch and host_memory need a memory to fit into: add --memory 80GB"),
     (("inspect", "--shape", "qwen9"), "shape must be one of llama-3.1-8b, "),
     (("inspect", "--shape", "qwen3-8b", "--model", "DIR"), "shape and model exclude each other"),

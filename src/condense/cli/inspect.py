@@ -33,41 +33,33 @@ def inspect_command(
     ] = None,
     length: Annotated[str, typer.Option(help="Prompt length in tokens, such as 4096 or 128K.")] = "128K",
     memory: Annotated[str | None, typer.Option(help="Of all devices, such as 80GB: how many requests fit.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Whether so many requests fit.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Whether so many requests fit.", min=1)] = None,
     host_memory: Annotated[str | None, typer.Option(help="For far tokens there, such as 512GB.")] = None,
     dtype: Annotated[str, typer.Option(help="Of weights and cache: float32, bfloat16, ...")] = "bfloat16",
-    device: Annotated[str, typer.Option(help="Where it is to run: cpu or cuda.")] = "cpu",
     to_json: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,
     overwrite: options.Overwrite = False,
 ) -> None:
     """Entries, bytes and FLOPs per layer, and the requests that fit under each named setting. Reads no weights."""
-    import torch
-
-    from condense.config import check_int
     from condense.models import choice_from_text, described, restore
     from condense.models.fit import cache_fits, weight_bytes
     from condense.models.inspect import inspect
     from condense.named import NAMED_SETTINGS
-    from condense.ops import Problem, resolve_backend
     from condense.results import write_results
 
-    if device not in ("cpu", "cuda"):
-        raise ValueError(f"device must be cpu or cuda, got {device!r}")
     if shape is not None and model is not None:
         raise ValueError("shape and model exclude each other, got both")
     if memory is None and (batch, host_memory) != (None, None):
         raise ValueError("batch and host_memory need a memory to fit into: add --memory 80GB")
-    check_int("batch", 1 if batch is None else batch, 1)
-    tokens, where = options.parse_tokens("length", length), torch.device(device)
+    tokens = options.parse_tokens("length", length)
+    itemsize = options.parse_dtype(dtype, options.parse_device("cpu")).itemsize
     texts = {"memory": memory, "host_memory": host_memory}
     room = {name: None if text is None else _parse_bytes(name, text) for name, text in texts.items()}
-    torch_dtype = options.parse_dtype(dtype, where)
     options.check_targets(json=to_json, overwrite=overwrite)
     given = choice_from_text(*method) if method else None
     skeleton = models.read_skeleton(model, shape)
     saved = models.saved_choice(skeleton)
     chosen = given or saved or choice_from_text(DEFAULT)
-    reports = inspect(restore(skeleton), chosen, tokens, torch_dtype.itemsize)
+    reports = inspect(restore(skeleton), chosen, tokens, itemsize)
     choices = {name: choice_from_text(name) for name in NAMED_SETTINGS}
     if chosen not in choices.values():
         choices |= {" ".join(method or [described(chosen)]): chosen}
@@ -75,15 +67,11 @@ def inspect_command(
     # only files that transformers names so: others in the folder may hold the same weights for other programs
     files = Path(model).expanduser().glob("model*.safetensors") if is_quantised and model is not None else ()
     stored = sum(file.stat().st_size for file in files)
-    weights = stored or weight_bytes(skeleton, torch_dtype.itemsize)
-    fits = cache_fits(skeleton, choices, tokens, torch_dtype.itemsize, weights=weights, **room)
-    first = next(report for report in reports if report.method is not None)
-    sizes = {"rows": 1, "heads": first.heads, "kv_heads": first.kv_heads}
-    problem = Problem(where, torch_dtype, (first.width, first.value_width), tokens, **sizes)
-    backend = resolve_backend("auto", problem)
+    weights = stored or weight_bytes(skeleton, itemsize)
+    fits = cache_fits(skeleton, choices, tokens, itemsize, weights=weights, **room)
     name = model or shape or "bundled"
     methods = list(dict.fromkeys(str(report.method) for report in reports if report.method is not None))
-    _print_layers(reports, f"{'; '.join(methods)} at {tokens} tokens, {dtype}, backend {backend}")
+    _print_layers(reports, f"{'; '.join(methods)} at {tokens} tokens, {dtype}")
     _print_fits(fits, f"{name}: one request of {tokens:,} tokens, {dtype}", batch)
     if memory is not None:
         _print_room(fits, memory, weights, host_memory)
@@ -92,7 +80,7 @@ def inspect_command(
     for line in _lines_to_type(skeleton, model or "DIR", tokens, is_saved=saved is not None):
         print(line)
     if to_json is not None:
-        content = {"model": name, "length": tokens, "dtype": dtype, "backend": backend, "layers": reports}
+        content = {"model": name, "length": tokens, "dtype": dtype, "layers": reports}
         content |= {"weight_bytes": weights, **room, "batch": batch, "settings": fits}
         write_results(to_json, content, overwrite=overwrite)
 
