@@ -10,7 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from condense.methods import Chunks, Context, Method, check_trainable, split_bias
+from condense.methods import Chunks, Context, FirstEntries, Method, check_trainable, split_bias
+from condense.methods.prompt import kept_tokens
 from condense.ops import EntryFormat, Source, SummarySpans, summarize
 from condense.ops.api import running_sums
 from condense.ops.checks import check_alike, check_scale, check_shapes
@@ -21,7 +22,7 @@ from condense.ops.tensors.per_row import PerRow, as_rows, at_least, int_if_equal
 from condense.ops.tensors.right_aligned import append_entries, append_window, detach_compact, newest
 from condense.ops.tensors.ring import newest_columns, store_newest
 from condense.plan import ChunkRange, ForwardPlan, Reading, run_planned
-from condense.state import SLACK, LayerState, empty_state, fine_slots, first_needed, kept_sums, with_kept
+from condense.state import SLACK, LayerState, empty_state, fine_slots, first_needed, kept_sums
 
 
 def extend(
@@ -114,13 +115,13 @@ def keep_tokens(method: Method, prompt: LayerState, kept: Tensor, counts: Tensor
     prompt: the state that ``method.reread`` made of the prompt, with an entry for each token. counts: tokens that stay
     per row and head, int64 CPU ``[B]``.
     """
-    state = with_kept(prompt, kept, counts)
+    (k, v), most = prompt.entries, max_row(counts)
+    entries = kept_tokens(k, v, kept, most)
     if method.reads_prompt:  # its kept tokens remain entries
-        return state
-    most = max_row(counts)
+        return prompt._replace(entries=entries, first=FirstEntries.of(counts, counts))
     column = torch.arange(most, device="cpu") - (most - counts)[:, None]
     at = column.clamp(min=0).to(kept.device, non_blocking=True)[:, None, :, None]
-    k, v = (x.take_along_dim(at, 2) for x in state.entries)
+    k, v = (x.take_along_dim(at, 2) for x in entries)
     return extend(method, None, k, k, v, scale=1.0, plan=ForwardPlan(most, counts))[1]()
 
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from condense.methods import NO_FIRST, FirstEntries, Method
-from condense.methods.prompt import kept_tokens
 from condense.ops.checks import check_float64
 from condense.ops.tensors.per_row import PerRow, at_least, max_row
 
@@ -70,15 +69,6 @@ def empty_state(k: Tensor, v: Tensor) -> LayerState:
 def kept_sums(group_size: int) -> int:
     """Number of sums of values to keep, so that `SLACK` tokens can be taken back."""
     return SLACK // group_size + 2
-
-
-def with_kept(prompt: LayerState, kept: Tensor, counts: Tensor) -> LayerState:
-    """The state after a prompt with an entry for each token, reduced to the entries where kept ``[B, K, M]`` is True.
-
-    counts: entries that stay per row and head, int64 CPU ``[B]``.
-    """
-    k, v = prompt.entries
-    return prompt._replace(entries=kept_tokens(k, v, kept, int(counts.max())), first=FirstEntries.of(counts, counts))
 
 
 def fine_slots(method: Method) -> int:

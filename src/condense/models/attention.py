@@ -213,7 +213,8 @@ def _real_rows(call: AttentionCall, mask: Tensor, layer: CondensedLayer | Static
         return is_real(mask, layer.num_slots, layer.max_cache_len, call.q.shape[0])
     forward = call.module.condense_board.forward_of(call)
     if isinstance(layer, StaticCondensedLayer):
-        return forward.real_rows(mask, layer.num_slots, layer.max_cache_len)
+        slots, num_slots = layer.num_slots, layer.max_cache_len
+        return forward.once(("real", num_slots), lambda: is_real(mask, slots, num_slots, forward.B))
     padding = forward.padding(layer.get_seq_length())
     return None if padding is None else padding.counts
 

@@ -26,9 +26,9 @@ REGISTERED: set[type[nn.Module]] = set()
 # model types with a table of positions, which a text must not outgrow; CTRL's is computed from sines
 _LEARNED_POSITIONS = ("biogpt", "ctrl", "gpt2", "gpt_bigcode", "opt")
 # model types that, given no positions, number the real tokens of a row; others number slots
-_COUNT_TOKENS = ("opt",)
+COUNT_TOKENS = ("opt",)
 # model types that take no cache but the one that they make themselves
-_OWN_CACHE = ("minimax",)
+OWN_CACHE = ("minimax",)
 # experts that run all at once, on every token; their only implementation has the name "eager" too
 _EXPERTS_AT_ONCE = ("Llama4TextExperts",)
 
@@ -102,16 +102,6 @@ def sliding_window(module: Any) -> int | None:
 def max_learned_positions(config: Any) -> int | None:
     """Number of positions of a model with learned position embeddings, None for other embeddings."""
     return config.max_position_embeddings if config.model_type in _LEARNED_POSITIONS else None
-
-
-def counts_tokens(config: Any) -> bool:
-    """True for a model that, given no positions, counts the real tokens of a row; others count slots."""
-    return config.model_type in _COUNT_TOKENS
-
-
-def has_own_cache(config: Any) -> bool:
-    """True for a model that takes no cache but the one that it makes itself."""
-    return config.model_type in _OWN_CACHE
 
 
 def check_learned_positions(config: Any, what: str, length: int) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from condense.methods import Method
-from condense.models.masks import Padding, check_mask, find_padding, is_real
+from condense.models.masks import Padding, check_mask, find_padding
 from condense.ops import NO_EXTRAS, Extras
 from condense.ops.checks import check_cu_seqlens
 from condense.ops.spans import SharedByLayers
@@ -103,10 +103,6 @@ class Forward(SharedByLayers):
             return find_padding(mask[:, 0, 0, start:stop])
 
         return self.once(("padding", start), find)
-
-    def real_rows(self, mask: Tensor, slot: Tensor, num_slots: int) -> Tensor:
-        """Rows whose single new token is real, from `is_real`, once for all layers with ``num_slots`` slots."""
-        return self.once(("real", num_slots), lambda: is_real(mask, slot, num_slots, self.B))
 
     def check_slots(self, slots: int) -> None:
         """Raise ValueError unless a layer of the cache has as many slots as the first layer that asked."""

@@ -21,7 +21,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from condense.caches import CACHE, CondensedCacheLayer
 from condense.methods import Method, Reread
-from condense.models.families import counts_tokens, has_own_cache, is_latent, last_positions
+from condense.models.families import COUNT_TOKENS, OWN_CACHE, is_latent, last_positions
 from condense.models.forward import AttentionCall
 from condense.models.mla import hook_arguments, up_projection
 from condense.ops import RuleSpans, Source, UniformRule, attend, largest_weights
@@ -46,7 +46,7 @@ def check_readings(attentions: Mapping[int, nn.Module], methods: Mapping[int, Me
     """
     config: Any = next(iter(attentions.values())).config
     for method in methods.values():
-        if has_own_cache(config) and method.reread is not None and method.reread.share < 1:
+        if config.model_type in OWN_CACHE and method.reread is not None and method.reread.share < 1:
             raise ValueError(
                 f"method: {config.model_type} takes no cache but its own, so it cannot read pieces of a prompt again, "
                 f"got {type(method).__name__}: use Recall with keep=1, which keeps all tokens"
@@ -202,7 +202,7 @@ def _score(
     # a row's real slots, in order, then its padding
     order = (~real).to(torch.int8).argsort(dim=1, stable=True)
     config = decoder.config.get_text_config(decoder=True)
-    behind = _behind(given.get("position_ids"), real, counts=counts_tokens(config))
+    behind = _behind(given.get("position_ids"), real, counts=config.model_type in COUNT_TOKENS)
     c = min(length, method.piece)
     for end in last_positions(config):
         if behind.max() <= end:  # the prompt's positions are before this end, so the pieces' must be too
