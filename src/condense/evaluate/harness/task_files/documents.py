@@ -113,7 +113,7 @@ def multikey(
 ) -> dict[str, datasets.Dataset]:
     """`KEYS` numbers hidden at even depths of a text, one of them asked for: per length and depth 20 questions.
 
-    The text is that of ``corpus-*.jsonl[.zst]`` or ``*.txt`` in the data folder, by default the bundled novel,
+    The text is that of ``corpus-test*.jsonl[.zst]`` or ``*.txt`` in the data folder, by default the bundled novel,
     repeated where it is too short.
     """
     encoder = _encoder(**metadata)
