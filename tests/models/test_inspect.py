@@ -119,10 +119,10 @@ def test_flops(name, counted):
 def test_layers_of_one_model_may_have_other_heads(name):
     model, ids = small.model(name), tiny.tokens(1, 60)
     reports = inspect(model, tiny.CCA, 60, itemsize=8)
-    of_heads = [(report.kv_heads, report.width, report.value_width) for report in reports]
+    of_entry = [report.dense_bytes // report.dense_entries for report in reports]
     held = tiny.filled(model, ids).layers
-    assert of_heads == [(x.keys.shape[1], x.keys.shape[3], x.values.shape[3]) for x in held]
-    assert len(set(of_heads)) == 2
+    assert of_entry == [8 * x.keys.shape[1] * (x.keys.shape[3] + x.values.shape[3]) for x in held]
+    assert len({(x.keys.shape[1], x.keys.shape[3], x.values.shape[3]) for x in held}) == 2
     full = next(report for report in reports if report.method is not None)
     with condense.use(model, tiny.CCA):
         state = tiny.filled(model, ids).layers[full.layer].state

@@ -34,9 +34,7 @@ from condense.state import num_entries
 class LayerReport:
     """One layer at one length, batch 1.
 
-    heads: query heads. kv_heads: KV heads. width, value_width: of one key and one value. method: None for a layer that
-    stays stock; then both columns, dense and condensed, are the stock figures.
-
+    method: None for a layer that stays stock; then both columns, dense and condensed, are the stock figures.
     entries: entries and exact tokens on the device, those in Recall's store or slots included, per KV head, or for all
     heads together with latents (MLA). bytes: of the cache on the device after the prompt, without the spare room in its
     buffers (1/32 and some columns). host_bytes: of exact tokens in host memory (``Recall(store="host")``). read_bytes:
@@ -46,10 +44,6 @@ class LayerReport:
     """
 
     layer: int
-    heads: int
-    kv_heads: int
-    width: int
-    value_width: int
     method: Method | None
     dense_entries: int
     entries: int
@@ -107,9 +101,8 @@ def _report(index: int, module: nn.Module, method: Method | None, length: int, i
     if used.layout.choice is not None:
         read = heads.cached.step_bytes(used, length, itemsize)
     remark = None if method is None else _remark(method, length, on_host, read)
-    kv_heads = heads.num_q if is_latent(module) else heads.cached.num  # latents are expanded for each query head
     return LayerReport(
-        index, heads.num_q, kv_heads, heads.width, heads.value_width, method,
+        index, method,
         dense_entries=dense_entries, dense_bytes=dense_bytes, entries=kept_on_device(used, length), bytes=on_device,
         host_bytes=on_host, read_bytes=read, remark=remark,
         dense_flops=heads.flops(own, length), flops=heads.flops(used, length),
