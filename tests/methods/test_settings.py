@@ -30,6 +30,7 @@ REFUSED = {
     r"dga: unknown settings \['entry_bits'\]": {"method": "dga", "entry_bits": 4},
     "rep_bias='matched' .*'streaming', got 'prompt'": {"method": "dga", "rep_bias": "matched", "selection": "prompt"},
     "method must be one of": {},
+    "must be a dict, got 'cca'": "cca",
 }  # fmt: skip
 DEFAULTS = [
     (CCA(), {"group_size": 16, "window": 1024, "summary": "last", "key_pooling": "weighted", "rep_bias": "none"}),

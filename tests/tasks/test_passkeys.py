@@ -16,7 +16,11 @@ LINE = re.compile(r"^The number of the (\w+) (\w+) is (\d{4})\.$", re.MULTILINE)
 QUESTION = re.compile(r"^Question: What is the number of the (\w+) (\w+)\?\nAnswer: (\d{4})\.$", re.MULTILINE)
 WORDS = load_words().held_out
 BAD = [
+    (lambda *_: hide("", [], []), "text: wanted"),
+    (lambda *_: hide("x", [Key("a", "b", "1")], [2.0]), "depths: wanted 1 numbers from 0 to 1"),
     (lambda *_: question_prompt(Key("a", "b", "1"), "poem"), "form: wanted one of cloze, question, got 'poem'"),
+    (lambda *_: draw_keys(np.random.default_rng(0), ["a", "b"], 2), "count: wanted 1 to 1 keys"),
+    (lambda *_: draw_keys(np.random.default_rng(0), "abcd", 3, shared=True), "count: wanted 1 to 2 keys .*, got 3"),
     (lambda *of: SequenceBuilder(*of, ["a"], 0), "length: wanted at least 128 tokens, got 0"),
     (lambda *of: SequenceBuilder(*of, ["a"], 10**9), r"corpus: wanted more .* got \d+: give more text, or ask for sh"),
 ]

@@ -156,6 +156,9 @@ def test_a_recipe_file(tmp_path):
     assert RECIPES["adapt"](["a"], "b", pretrained="c", method="pooled").phases[0].learning_rate == 3e-5
     assert (run.train, run.lora_rank) == ("lora", 4)
     assert RECIPES["adapt"](["a"], "b", pretrained="~/c", method="pooled").pretrained == Path("~/c").expanduser()
+    for name in ("adapt", "smoke"):
+        settings = {"pretrained": "c", "method": "pooled"} if name == "adapt" else {}
+        tiny.refused("data must be a list or a tuple, got 'text.txt'", RECIPES[name], "text.txt", "b", **settings)
     for name, value in (("stepps", 40), ("train", "half"), ("lora_targets", "mlp"), ("lora_rank", 0)):
         tiny.refused(name, adaptation, tmp_path, **{name: value})
 

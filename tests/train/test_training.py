@@ -22,7 +22,7 @@ from condense.models import condensed_layers
 from condense.models.inspect import inspect
 from condense.results import plain
 from condense.tasks import SequenceBuilder, load_words
-from condense.train import RECIPES, PhaseConfig, prepare, run, run_training
+from condense.train import RECIPES, PhaseConfig, prepare, run, run_training, train_tokenizer
 from condense.train import trainer as trainer_module
 from condense.train.data import TrainingSequences
 from condense.train.optimizer import MasterAdamW
@@ -36,9 +36,9 @@ UNTRAINED = [
     ("mistral-sliding", condense.CCA(), "has sliding windows in all layers"),
 ]
 BAD_RUNS = [
-    ({"data": ()}, "data: wanted at least one"),
+    ({"data": ()}, "data: wanted at least one"), ({"phases": ()}, "phases: wanted at least one"),
     ({"data": "a.txt"}, "data must be a list or a tuple, got 'a.txt'"), ({"phases": None}, "phases must be a list"),
-    ({"dtype": "int8"}, "dtype"), ({"seed": -1}, "seed"),
+    ({"pretrained": "somewhere"}, "pretrained: wanted either"), ({"dtype": "int8"}, "dtype"), ({"seed": -1}, "seed"),
     ({"seed": 2**32}, "seed: wanted an integer below .*, got 4294967296"),
     ({"data_weights": (1.0, 2.0)}, "data_weights: wanted one for each of 1 data files, got 2"),
     ({"data_weights": (0.0,)}, "data_weights must be a finite number > 0, got 0.0"),
@@ -51,6 +51,7 @@ BAD_PHASES = [
     ({"steps": 0}, "steps"),
     ({"batch_size": 3, "gradient_accumulation_steps": 2}, "batch_size: wanted a multiple of"),
     ({"mix": "both"}, "mix"),
+    ({"mix": "condensed"}, "method: wanted a method for mix 'condensed', got None"),
     (CONDENSED | {"method": condense.Dense(), "distill": 1.0}, "dense attention has nothing to learn of itself"),
     ({"distill": 1.0}, "distill: wanted below 1 with mix 'dense', as a model learns nothing of itself"),
     ({"task_share": 1.5}, "task_share must be a finite number from 0 to 1, got 1.5"),
@@ -390,3 +391,4 @@ def test_special_tokens_are_reloaded_and_need_room(tokenizer, tmp_path):
     batch = ["one", "one two\n12"]
     assert again(batch, padding=True)["input_ids"] == tokenizer(batch, padding=True)["input_ids"]
     assert again("one")["input_ids"][0] == again.bos_token_id
+    tiny.refused("vocab_size: wanted at least 258 .*, got 257", train_tokenizer, ["text"], vocab_size=257)

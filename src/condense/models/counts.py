@@ -92,7 +92,12 @@ class CachedHeads(NamedTuple):
     value_width: int
 
     def row_bytes(self, method: Method, itemsize: int) -> dict[tuple[str, Per], int]:
-        """Bytes of one row of each buffer, over all heads; keys are the buffer's name and what a row stands for."""
+        """Bytes of one row of each buffer, over all heads; keys are the buffer's name and what a row stands for.
+
+        Raises ValueError for numbers of another size than 2, 4 and 8 bytes.
+        """
+        if itemsize not in DTYPES:
+            raise ValueError(f"itemsize must be 2, 4 or 8, got {itemsize}")
         fields = fields_of(step_settings(method), self.num, (self.width, self.value_width), DTYPES[itemsize])
         return {(field.name, field.per): self.num * field.nbytes for field in fields}
 
