@@ -14,6 +14,8 @@ import pytest
 from grids import covering
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from transformers import PreTrainedTokenizerBase
 
     from condense.tasks import Corpus
@@ -143,6 +145,26 @@ def corpus(text: str, tokenizer: PreTrainedTokenizerBase) -> Corpus:
     from condense.tasks import encode_corpus
 
     return encode_corpus([text], tokenizer)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def encoded_once() -> Iterator[None]:
+    """Thousands of texts together, the names and numbers of every training run, are encoded once by each vocabulary."""
+    from transformers import PreTrainedTokenizerBase
+
+    known, encode = {}, PreTrainedTokenizerBase.__call__
+
+    def call(tokenizer, texts, *args, **options):  # type: ignore[no-untyped-def]
+        if not isinstance(texts, list) or len(texts) < 1000:
+            return encode(tokenizer, texts, *args, **options)
+        key = tokenizer.backend_tokenizer.to_str(), *texts, *options.items()
+        if key not in known:
+            known[key] = encode(tokenizer, texts, *args, **options)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PreTrainedTokenizerBase, "__call__", call)
+        yield
 
 
 @pytest.fixture
