@@ -69,6 +69,7 @@ def lanes(hopper):
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     from triton.language.core import block_type, tensor
+    from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
     from triton.runtime.interpreter import InterpretedFunction, interpreter_builder
     from triton_kernels import bounds
@@ -113,6 +114,37 @@ if os.environ.get("TRITON_INTERPRET") == "1":
             shapes[type.name] = self.shape, self.numel
 
     tensor.__init__ = make
+    alike, find_alike = {}, TritonSemantic.binary_op_type_checking_impl
+
+    def shown(x, found):
+        """An operand, a tensor or a number, as one was found that had its type or was the same number."""
+        if not isinstance(x, tensor):
+            return found
+        if x.type.name == found.type.name:
+            return x
+        numbers = np.broadcast_to(x.handle.data, found.handle.data.shape)
+        return tensor(interpreter.TensorHandle(numbers, x.handle.dtype.scalar), found.type)
+
+    def make_alike(self, *given, **named):
+        """Two operands with one shape, and tensors of numbers: looked up, unless a tensor is converted."""
+        key = *(x.type.name if isinstance(x, tensor) else (type(x), x) for x in given), *named.items()
+        if (found := alike.get(key)) is not None:
+            return [shown(*x) for x in zip(given, found, strict=False)]
+        found = find_alike(self, *given, **named)
+        if all(not isinstance(x, tensor) or x.dtype == y.dtype for x, y in zip(given, found, strict=False)):
+            alike[key] = found
+        return found
+
+    TritonSemantic.binary_op_type_checking_impl = make_alike
+
+    semantic = {"_semantic": TritonSemantic(interpreter_builder)}
+
+    def patch(module, name, function, builder, scope):
+        """A function of the language, without checks that it is called in a kernel."""
+        plain = getattr(function, "__wrapped__", function)
+        scope.set_attr(module, name, lambda *args, **options: plain(*args, **options | semantic))
+
+    interpreter._patch_attr = patch
     # without `debug` every integer sum is computed once more, in 64 bits, and the comparison thrown away
     assert not interpreter_builder.options.debug
     interpreter_builder.options = dataclasses.replace(interpreter_builder.options, sanitize_overflow=False)
