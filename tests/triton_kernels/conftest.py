@@ -68,7 +68,8 @@ def lanes(hopper):
 
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    from triton.language.core import block_type, tensor
+    from triton.language import core
+    from triton.language.core import block_type, constexpr, tensor
     from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
     from triton.runtime.interpreter import InterpretedFunction, interpreter_builder
@@ -114,6 +115,22 @@ if os.environ.get("TRITON_INTERPRET") == "1":
             shapes[type.name] = self.shape, self.numel
 
     tensor.__init__ = make
+    sizes, of_its_size, unwrap_any = {}, block_type.__init__, core._unwrap_if_constexpr
+
+    def make_type(self, kind, shape):
+        """A type, with the size of the last one of its shape."""
+        key = kind.name, *(getattr(n, "value", n) for n in shape)
+        if key not in sizes:
+            of_its_size(self, kind, shape)
+            sizes[key] = vars(self)
+        vars(self).update(sizes[key])
+
+    def unwrap(x):
+        """A number's value; tensors and plain numbers, which most are, at once."""
+        kind = type(x)
+        return x if kind is int or kind is tensor else x.value if kind is constexpr else unwrap_any(x)
+
+    block_type.__init__, core._unwrap_if_constexpr = make_type, unwrap
     alike, find_alike = {}, TritonSemantic.binary_op_type_checking_impl
 
     def shown(x, found):
