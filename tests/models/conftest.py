@@ -3,10 +3,7 @@
 import pytest
 from models import tiny
 
-import condense
-
 
 @pytest.fixture
 def model(request):
-    name, choice = request.param
-    return condense.apply(tiny.model(name), choice)
+    return tiny.condensed(*request.param)

@@ -58,8 +58,7 @@ MODELS = {
 
 @pytest.fixture(params=FEW)
 def few(request):
-    name, choice = FEW[request.param]
-    return condense.apply(tiny.model(name), choice)
+    return tiny.condensed(*FEW[request.param])
 
 
 def new_cache(model, kind, length=90):

@@ -148,6 +148,12 @@ def model(name, dtype=torch.float64, **changes):
     return sharpen(AutoModelForCausalLM.from_config(config(name, **changes))).to(dtype).eval()
 
 
+def condensed(name, choice):
+    """A model with a method per layer in three layers, or with one method for all in two, which show as much."""
+    layers = {} if isinstance(choice, dict) else {"num_hidden_layers": 2}
+    return condense.apply(model(name, **layers), choice)
+
+
 def exact(model):
     """Tolerances of logits that are the same but for the order of sums."""
     return ROUNDED if model.config.model_type == "deepseek_v2" else EXACT
