@@ -258,8 +258,8 @@ def test_steps_by_lanes(method, shape):
 
 def check_steps(method, shape, dtype):
     """Both read the bytes that the kernels have stored, so that a code at a border counts once, where it is made."""
-    # in three steps some request completes a group, of whatever size
-    lengths, steps, outs, made = (0, 61, 18, 41), 3 if DEVICE == "cpu" else 40, [], {"dtype": dtype, "device": DEVICE}
+    # in two steps some request completes a group, of whatever size
+    lengths, steps, outs, made = (0, 62, 19, 41), 2 if DEVICE == "cpu" else 40, [], {"dtype": dtype, "device": DEVICE}
     if shape in WIDE:
         lengths, made = tuple(7 * n for n in lengths), made | {"per_page": 16}
         steps = min(steps, 40 if DEVICE == "cuda" else 1)
@@ -278,8 +278,8 @@ def check_steps(method, shape, dtype):
 def test_tokens_in_host_memory_are_those_of_the_device(method, dtype):
     shape, made = SHAPES["gqa"], {"num_pages": 200, "dtype": dtype, "device": DEVICE}
     host, device = (RecordPool(RECALLS[method].replace(store=x), shape[1:], **made) for x in ("host", "device"))
-    steps, reader = (3, "torch") if DEVICE == "cpu" else (40, "triton")
-    check_same(*(run(pool, shape, (0, 61, 18, 41), steps, "triton", reader) for pool in (host, device)))
+    steps, reader = (2, "torch") if DEVICE == "cpu" else (40, "triton")
+    check_same(*(run(pool, shape, (0, 62, 19, 41), steps, "triton", reader) for pool in (host, device)))
     for one, other in zip(host.requests, device.requests, strict=True):
         kept, wanted = host.kept(one), device.kept(other)
         assert all(torch.equal(kept[part].cpu(), wanted[part].cpu()) for part in ("signs", "steps", "store"))
