@@ -1,6 +1,7 @@
 """Small random models with weights so large that no two tokens are nearly as likely, and prompts for them."""
 
 import copy
+import functools
 import random
 
 import torch
@@ -48,9 +49,14 @@ def tiny_llama(**sizes):
     return LlamaForCausalLM(LlamaConfig(**{"vocab_size": 4096, **fixed, **sizes})).eval()
 
 
+@functools.cache
+def _demo_tokenizer():
+    return condense.demo_model()[1]
+
+
 def saved_with_tokenizer(model, folder):
     model.save_pretrained(folder)
-    condense.demo_model()[1].save_pretrained(folder)
+    _demo_tokenizer().save_pretrained(folder)
     return folder
 
 
