@@ -330,8 +330,8 @@ def test_a_past_made_in_inference_mode_goes_on_outside():
 
 @pytest.mark.parametrize("method", RECALLS.values(), ids=RECALLS)
 def test_steps_are_the_bits_of_operations(method):
-    layers, pauses = pair(method), {0: (69, 60), 2: (0, 1), 3: (1, 0), 6: (1, 1), 7: (0, 1), 8: (1, 0)}
-    for seed, L in enumerate((69, 1, 1, 1, 1, 3, 1, 1, 1)):
+    layers, pauses = pair(method), {0: (69, 60), 2: (0, 1), 3: (1, 0), 6: (1, 0)}
+    for seed, L in enumerate((69, 1, 1, 1, 1, 3, 1)):
         agree(layers, L, seed, torch.tensor(pauses[seed]) if seed in pauses else None)
     assert layers[0]._ring._prepared is not None
     assert layers[0]._ring.buffers.entries_k.shape[2] > room_for(layers[0].method.layout.rule.closed(69))
