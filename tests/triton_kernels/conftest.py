@@ -168,8 +168,10 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     # kernels read scratch memory that nobody has written and mask it afterwards: by chance it holds two infinities
     binary_op = builder.binary_op
 
-    def quiet(*arguments):
+    def quiet(self, one, *others):
+        if one.data.dtype.kind != "f":
+            return binary_op(self, one, *others)
         with np.errstate(invalid="ignore"):
-            return binary_op(*arguments)
+            return binary_op(self, one, *others)
 
     builder.binary_op = quiet
