@@ -9,7 +9,7 @@ from step_states import RECALLS, call_of, empty, token_at
 
 import condense
 from condense.methods import step_settings
-from condense.ops import NewToken, decode_step, step_backend
+from condense.ops import NewToken, decode_step, step, step_backend
 from condense.ops.triton import limits
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
@@ -109,6 +109,12 @@ def test_a_step_too_many_stays_inside(method, length, entries):
             torch.testing.assert_close(out, want, **EXACT)
     for x, y in zip(state.entries(settings), larger.entries(settings), strict=True):
         assert torch.equal(x, y[:, :, : x.shape[2]])
+
+
+def test_a_state_to_choose_from_has_room_for_a_group():
+    sizes = step.StateSizes(1, 1, (8, 8), tokens=9)
+    with pytest.raises(ValueError, match=r"sizes\.entries must be at least 1 where groups are chosen, got 0"):
+        step.empty_state(torch.empty(0), step_settings(RECALLS["two-open"]), sizes)
 
 
 @pytest.mark.parametrize(("backend", "said"), [("reference", "of a step must be"), ("triton", "'triton'")])

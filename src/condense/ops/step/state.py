@@ -207,11 +207,13 @@ def fields_of(settings: StepSettings, heads: int, widths: tuple[int, int], dtype
 def empty_state(k: Tensor, settings: StepSettings, sizes: StateSizes) -> StepState:
     """New buffers, with the values of `Field.fill`, for tokens in the dtype and on the device of the keys k.
 
-    With a choice there is room for a group at least, because kernels load one before they know how many there are.
-    Raises ValueError, before memory is taken, as `fields_of`, and for a device without float64; RuntimeError where the
-    host cannot pin the memory of a store.
+    Raises ValueError, before memory is taken, as `fields_of`, for a device without float64, and for a choice without
+    room for a group, because kernels load one before they know how many there are; RuntimeError where the host cannot
+    pin the memory of a store.
     """
     check_float64(k.device)
+    if settings.choice is not None and sizes.entries < 1:
+        raise ValueError(f"sizes.entries must be at least 1 where groups are chosen, got {sizes.entries}")
     # unpacked, as PyTorch 2.11 cannot compile a named tuple that is made of a generator
     return StepState(*[_new(field, shape, k.device) for field, shape in _layout(settings, sizes, k.dtype)])
 
