@@ -118,7 +118,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     sizes, of_its_size, unwrap_any = {}, block_type.__init__, core._unwrap_if_constexpr
 
     def make_type(self, kind, shape):
-        """A type, with the size of the last one of its shape."""
+        """Set the fields of a type: those of an earlier one of the same shape, if there was any."""
         key = kind.name, *(getattr(n, "value", n) for n in shape)
         if key not in sizes:
             of_its_size(self, kind, shape)
@@ -126,15 +126,15 @@ if os.environ.get("TRITON_INTERPRET") == "1":
         vars(self).update(sizes[key])
 
     def unwrap(x):
-        """A number's value; tensors and plain numbers, which most are, at once."""
+        """The value of a constant; most arguments are tensors or integers, which are returned at once."""
         kind = type(x)
         return x if kind is int or kind is tensor else x.value if kind is constexpr else unwrap_any(x)
 
     block_type.__init__, core._unwrap_if_constexpr = make_type, unwrap
     alike, find_alike = {}, TritonSemantic.binary_op_type_checking_impl
 
-    def shown(x, found):
-        """An operand, a tensor or a number, as one was found that had its type or was the same number."""
+    def in_place_of(found, x):
+        """The operand x as ``found``, which an earlier operand of its type, or the same number, became."""
         if not isinstance(x, tensor):
             return found
         if x.type.name == found.type.name:
@@ -143,10 +143,10 @@ if os.environ.get("TRITON_INTERPRET") == "1":
         return tensor(interpreter.TensorHandle(numbers, x.handle.dtype.scalar), found.type)
 
     def make_alike(self, *given, **named):
-        """Two operands with one shape, and tensors of numbers: looked up, unless a tensor is converted."""
+        """Bring two operands to one shape and type; keep results by types and numbers, if no tensor is converted."""
         key = *(x.type.name if isinstance(x, tensor) else (type(x), x) for x in given), *named.items()
         if (found := alike.get(key)) is not None:
-            return [shown(*x) for x in zip(given, found, strict=False)]
+            return [in_place_of(*x) for x in zip(found, given, strict=False)]
         found = find_alike(self, *given, **named)
         if all(not isinstance(x, tensor) or x.dtype == y.dtype for x, y in zip(given, found, strict=False)):
             alike[key] = found

@@ -26,8 +26,10 @@ from condense.models.streams import parallel_projections
 _LEAST_WEIGHTS = 2**29
 OF_MODELS, _ROTATION = "transformers.models.", "apply_rotary_pos_emb"
 _BACKEND = "inductor"
-# the form in which the current thread rotates; files whose function goes by it, and how many blocks use each
-_HERE, _USERS, _CHANGING = threading.local(), Counter[ModuleType](), threading.Lock()
+# ``form``: the `Form` in which the current thread rotates
+_HERE = threading.local()
+# the number of blocks that use a file's replaced rotation, and a lock for replacing it
+_USERS, _CHANGING = Counter[ModuleType](), threading.Lock()
 # classes of norms that could not be compiled
 _FAILED: set[type] = set()
 logger = logging.getLogger("condense")
