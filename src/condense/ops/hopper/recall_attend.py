@@ -324,4 +324,5 @@ def launch_opened(call: AttendCall, programs: int) -> tuple[Tensor, Tensor]:
                 (R, D // PART.value, RecallForm(g, _KEYS, _STAGES, call.kind)),
                 pipeline.OPTIONS,
             )  # fmt: skip
+            del lists  # before those of the next block are made
     return out, lse

@@ -17,7 +17,7 @@ from condense.ops.triton.recall_choice import OpenedGroups, opened
 from condense.ops.types import AttendOptions
 
 # most bytes of words (a bit per query and group) for a block of queries
-_WORDS = 2**29
+_WORDS = 2**28
 # stands for "no limit" in kernels: more tokens than any row has, and a sum of three such numbers still fits in 32 bits
 _UNLIMITED = 1 << 29
 # types of a record's fields in the schema of a torch operation

@@ -73,6 +73,7 @@ def rest_weights(
                 (R, D, "row" if starts is None else "rows", softcap * LOG2E, form),
                 options | {"num_stages": 3 if form.parts == 1 else 2},
             )  # fmt: skip
+            del words, numbers  # before those of the next block are made
     return weights
 
 

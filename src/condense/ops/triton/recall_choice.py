@@ -25,7 +25,7 @@ from condense.ops.triton.recall_score_kernels import CELLS_PER_LINE, STRETCH
 _CELLS, _GROUPS = Launcher(kernels.recall_cells_kernel), Launcher(kernels.recall_groups_kernel)
 _MARK, _LIST = Launcher(kernels.recall_mark_kernel), Launcher(kernels.recall_list_kernel)
 # most bytes of scratch memory for a block of queries; blocks are multiples of this many queries
-_SCRATCH, _BLOCK = 2**31, 128
+_SCRATCH, _BLOCK = 2**30, 128
 
 
 def queries_per_program(columns: int, is_cuda: bool) -> int:
