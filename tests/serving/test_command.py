@@ -254,14 +254,16 @@ def test_flags_in_a_file(serve, stock, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["--hf-overrides", "--hf_overrides"])
-def test_own_overrides_and_batch_are_kept(name):
-    flags = [name + '={"rope_scaling": null}', "--max-num-batched-tokens=512"]
+def test_own_overrides_batch_and_mode_are_kept(name):
+    flags = [name + '={"rope_scaling": null}', "--max-num-batched-tokens=512", "--performance_mode=throughput"]
     config = Qwen2Config(architectures=["Qwen2ForCausalLM"], condense=SAVED)
     command = server_command("model", config, flags)
     given = {"architectures": ["CondensedQwen2ForCausalLM"], "condense": SAVED}
     assert overrides(command) == {"rope_scaling": None, **given}
     assert [flag for flag in command if "batched" in flag] == ["--max-num-batched-tokens=512"]
+    assert [flag for flag in command if "performance" in flag] == ["--performance_mode=throughput"]
     command = server_command("model", config, [])
     assert command[command.index("--max-num-batched-tokens") + 1] == "4096"
+    assert command[command.index("--performance-mode") + 1] == "interactivity"
     # vLLM refuses it for longer texts whose prompts are read whole
     assert "--max-num-batched-tokens" not in server_command("model", config, ["--no_enable_chunked_prefill"])

