@@ -203,7 +203,6 @@ def _consume(
     count, piece = 0, 0
     for work in range(gl.program_id(0), problem.works, gl.num_programs(0)):
         first, row = pipeline.tile_of_work(work, problem)
-        head = (row.b.to(gl.int64) * K + row.head.to(gl.int64)) * R
         pipeline.fetch_queries(q[0], q_ptr, s_q, first, row, R, L, 0, D0, GROUP)
         if D1 > 0:
             pipeline.fetch_queries(q[1], q_ptr, s_q, first, row, R, L, D0, D1, GROUP)
@@ -228,7 +227,7 @@ def _consume(
         )
         count, piece = count + stream.blocks, piece + 1
         acc = pipeline.last_values(online, memory, count - 1, STAGES)  # ([ROWS, D0],)
-        pipeline.store_tile(q, acc, online, (out_ptr, lse_ptr, L), (i, r, real), packed_j, first, head, R, L)
+        pipeline.store_tile(q, acc, online, (out_ptr, lse_ptr, L), (i, r, real), packed_j, first, row, K, R, L)
 
 
 @gluon.jit(do_not_specialize=(*VARYING, "tiles", "works", "side_by_side"))

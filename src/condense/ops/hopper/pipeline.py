@@ -229,12 +229,13 @@ def load_block(sources, row, start, rings, full, empty, count, STAGES: gl.conste
 
 
 @gluon.jit
-def store_tile(q, acc, online, pointers, places, packed_j, first, head, R, L):
+def store_tile(q, acc, online, pointers, places, packed_j, first, row, K, R, L):
     """Store the rows of a warp group: outputs, and natural log-sum-exps; 0 and -inf for rows that saw no key.
 
     acc: the accumulators with all values. pointers: to outputs and log-sum-exps, and their length in queries. places:
     query and query head of each row, and whether the row counts. packed_j: row numbers in `packed_layout`. Outputs go
-    through the shared memory of the queries q, so that whole rows are stored.
+    through the shared memory of the queries q, so that whole rows are stored; they lie as
+    `condense.ops.triton.attend_call.results` makes them.
     """
     out_ptr, lse_ptr, length = pointers
     i, r, real = places
@@ -242,12 +243,13 @@ def store_tile(q, acc, online, pointers, places, packed_j, first, head, R, L):
     packed: gl.constexpr = packed_layout(WIDTH)
     safe = gl.where(online.total > 0, online.total, 1.0)
     lse = gl.where(online.total > 0, (online.m + gl.log2(safe)) * 0.6931471805599453, float("-inf"))
-    gl.store(lse_ptr + (head + r) * length + i, lse, mask=real)
+    b, head = row.b.to(gl.int64), row.head * R
+    gl.store(lse_ptr + (b * K * R + head + r) * length + i, lse, mask=real)
     safe = _by_rows(safe, acc[0])  # [ROWS, 1]
     if len(acc) == 1:  # frees the accumulator's registers for the addresses that are computed next
         q[0].store((acc[0] / safe).to(out_ptr.dtype.element_ty))
     i, r, real = tile_rows(first, packed_j, L, R, 2 * ROWS)
-    at = ((head + r) * length + i) * (len(acc) * WIDTH)
+    at = ((b * length + i) * (K * R) + head + r) * (len(acc) * WIDTH)
     d = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, packed))[None, :]
     for part in gl.static_range(len(acc)):
         if len(acc) > 1:

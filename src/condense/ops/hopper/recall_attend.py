@@ -237,7 +237,6 @@ def _consume(tensors, queries, lists, problem, scale, memory, FORM: gl.constexpr
         tile = ((row.b * K + row.head) * problem.tiles + first // Q).to(gl.int64)
         first += problem.first
         count = gl.load(lists.counts + tile)
-        head = (row.b.to(gl.int64) * K + row.head.to(gl.int64)) * R
         for part in gl.static_range(PARTS):
             pipeline.fetch_queries(q[part], q_ptr, s_q, first, row, R, L, part * PART, PART, GROUP)
         hopper.fence_async_shared()
@@ -258,7 +257,7 @@ def _consume(tensors, queries, lists, problem, scale, memory, FORM: gl.constexpr
         online = _step(online, stream.blocks - stream.near, at + stream.near, 0, view, memory, FORM, True, GROUP)
         at, piece = at + stream.blocks, piece + 1
         acc = pipeline.last_values(online, memory, at - 1, FORM.stages)
-        pipeline.store_tile(q, acc, online, (out_ptr, lse_ptr, length), (i, r, real), packed_j, first, head, R, L)
+        pipeline.store_tile(q, acc, online, (out_ptr, lse_ptr, length), (i, r, real), packed_j, first, row, K, R, L)
 
 
 @gluon.jit(do_not_specialize=(*VARYING, *BLOCK, "tiles", "works"))

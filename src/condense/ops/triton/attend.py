@@ -137,6 +137,7 @@ def _forward(call: AttendCall) -> tuple[Tensor, Tensor]:
 def _backward(d_out: Tensor, d_lse: Tensor, out: Tensor, lse: Tensor, call: AttendCall) -> list[Tensor]:
     """Gradients of q, of the sources' keys and of their values, and of the biases."""
     launches, d_out = _Launches(call), whole_rows(d_out)
+    out = out.transpose(1, 2).contiguous().transpose(1, 2)  # as `results` made it, also if torch.compile moved it
     row_lse, delta = torch.empty_like(lse), torch.empty_like(lse)
     tensors = launches.q, *launches.k, *launches.v
     dq, *grads = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors)

@@ -89,8 +89,8 @@ def attend_dq_kernel(
 ):  # fmt: skip
     """Write dq ``[B, H, L, D]`` and, for the kernels of dk and dv, row_lse and delta (see the module).
 
-    out ``[B, H, L, Dv]``, lse and d_lse ``[B, H, L]`` contiguous; d_out with strides s_out. All other arguments as in
-    `condense.ops.triton.attend_forward.attend_fwd_kernel`.
+    out lies as `condense.ops.triton.attend_call.results` makes it; lse and d_lse ``[B, H, L]`` are contiguous; d_out
+    has strides s_out. All other arguments as in `condense.ops.triton.attend_forward.attend_fwd_kernel`.
     """
     k, k_rest = (k0, k1, k2, k3), (k0_rest, k1_rest, k2_rest, k3_rest)
     v, v_rest = (v0, v1, v2, v3), (v0_rest, v1_rest, v2_rest, v3_rest)
@@ -103,7 +103,7 @@ def attend_dq_kernel(
     at = (b * K * heads + head) * L + i
     q = load_rows(q_ptr, b * s_q[0] + head * s_q[1] + i.to(tl.int64) * s_q[2], real, D0, D1)  # [BM, D]
     d_out = load_rows(d_out_ptr, b * s_out[0] + head * s_out[1] + i.to(tl.int64) * s_out[2], real, V0, V1)  # [BM, Dv]
-    out = load_rows(out_ptr, at * (V0 + V1), real, V0, V1)
+    out = load_rows(out_ptr, ((b * L + i) * (K * heads) + head) * (V0 + V1), real, V0, V1)
     delta = tl.sum(out[0].to(tl.float32) * d_out[0].to(tl.float32), 1)
     if V1 > 0:
         delta += tl.sum(out[1].to(tl.float32) * d_out[1].to(tl.float32), 1)

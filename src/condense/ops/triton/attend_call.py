@@ -17,7 +17,7 @@ from condense.ops.triton.recall_choice import OpenedGroups, opened
 from condense.ops.types import AttendOptions
 
 # most bytes of words (a bit per query and group) for a block of queries
-_WORDS = 2**28
+_WORDS = 2**27
 # stands for "no limit" in kernels: more tokens than any row has, and a sum of three such numbers still fits in 32 bits
 _UNLIMITED = 1 << 29
 # types of a record's fields in the schema of a torch operation
@@ -132,8 +132,12 @@ def not_empty(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def results(q: Tensor, v: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Empty tensors for output ``[B, H, L, Dv]`` and log-sum-exp ``[B, H, L]``."""
-    return q.new_empty(*q.shape[:3], v[0].shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
+    """Empty tensors for output ``[B, H, L, Dv]`` and log-sum-exp ``[B, H, L]``.
+
+    The output lies as ``[B, L, H, Dv]``, so that the output projection reads it without a copy.
+    """
+    B, H, L, _ = q.shape
+    return q.new_empty(B, L, H, v[0].shape[3]).transpose(1, 2), q.new_empty(B, H, L, dtype=torch.float32)
 
 
 def describe(spans: Spans, num_sources: int, L: int, device: torch.device) -> tuple[Tensor | None, list[int]]:

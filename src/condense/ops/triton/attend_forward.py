@@ -210,7 +210,7 @@ def attend_fwd_kernel(
     KIND: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr, OPEN: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr,
 ):  # fmt: skip
-    """Write out ``[B, H, L, Dv]`` and natural log-sum-exp ``[B, H, L]``, both contiguous. scale > 0, base 2.
+    """Write out and natural log-sum-exp, as `condense.ops.triton.attend_call.results` makes them. scale > 0, base 2.
 
     OPEN: the `OpenForm` if queries open groups, else None. Without it store (pointers to its keys and values, which are
     read without descriptors), s_store, lists (see `groups_of`), choosers and room (length of a list) are None too.
@@ -239,8 +239,8 @@ def attend_fwd_kernel(
                 forward_keys, softmax, q, source, biases[n], seen, scale, begins_at_0(n, KIND), CAP, PRECISION
             )
     # 0 and -inf for rows that saw no key
-    at = (b * K * heads + head) * L + i
+    at_out = (b * L + i) * (K * heads) + head
     safe = tl.where(softmax.total > 0, softmax.total, 1.0)
-    store_rows(out_ptr, at * (V0 + V1), [x / safe[:, None] for x in softmax.acc], real, V0, V1)
+    store_rows(out_ptr, at_out * (V0 + V1), [x / safe[:, None] for x in softmax.acc], real, V0, V1)
     lse = tl.where(softmax.total > 0, (softmax.m + tl.log2(safe)) * 0.6931471805599453, float("-inf"))
-    tl.store(lse_ptr + at, lse, mask=real)
+    tl.store(lse_ptr + (b * K * heads + head) * L + i, lse, mask=real)
