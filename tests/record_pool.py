@@ -21,6 +21,7 @@ RECORDS = {
     "g-16": RECALL.replace(group_size=16, window=20, num_recall=1e-9, min_recall=1),
     "g-32": RECALL.replace(group_size=32, window=32, num_recall=1e-9, min_recall=1, store_bits=8),
     "all-open": RECALL.replace(num_recall=1.0),
+    "host-16": RECALL.replace(store="host"),
     "host-4": RECALL.replace(store_bits=4, store="host"),
     "host-8-drop": RECALL.replace(store_bits=8, unchosen="drop", store="host", group_size=8),
 }

@@ -24,6 +24,7 @@ from condense.ops.latents import Ranks
 from condense.ops.paged import PagedSlots
 from condense.ops.recall import GroupMeans, IndexChoice, Quota, RecallSources, StoreFormat, split_keys
 from condense.ops.step import StateSizes
+from condense.ops.step.pages import Places
 from condense.ops.triton import host, limits, paged_step, recall_step_plan, recall_step_tiles, recall_store, step_plan
 from condense.ops.triton import step as triton_step
 from condense.ops.triton.attend_call import call_of
@@ -105,9 +106,10 @@ def test_the_index_is_multiplied_in_halves(D, slots, compiled):
     assert len(compiled) == 5
 
 
-@pytest.mark.parametrize("width", [64, 128])
-def test_slots_over_pages_compile(width, compiled):
-    step_over_pages(RecordPool, condense.Method.parse("recall-host"), width, slots=16, per_page=16)
+@pytest.mark.parametrize(("width", "bits"), [(64, 4), (128, 4), (128, 16)])
+def test_slots_over_pages_compile(width, bits, compiled):
+    method = condense.Method.parse("recall-host").replace(store_bits=bits)
+    step_over_pages(RecordPool, method, width, slots=16, per_page=16)
     assert [kernel.metadata.name for kernel in compiled][2:4] == ["recall_choose_kernel", "recall_attend_kernel"]
 
 
@@ -313,12 +315,14 @@ def test_the_kernels_of_a_prompt(widths, compiled, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", limits.DTYPES, ids=str)
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [16, 8, 4])
 def test_a_store_is_unpacked_in_whole_words(bits, dtype, compiled):
     form = StoreFormat(bits, 16)
-    pieces = torch.zeros(1, 2, 64, 16 * form.width(128, 128, dtype.itemsize), dtype=torch.uint8)
+    pieces = torch.zeros(1, 2, 64, 16 * form.width(128, 128, dtype.itemsize), dtype=form.dtype(dtype))
     index = split_keys(torch.zeros(1, 2, 64, 16, 128, dtype=dtype))[0]
-    unpack_store(form, pieces, index, (128, 128), dtype, backend="triton")
+    # of 16 bits only pages are copied
+    places = Places.of(torch.zeros(1, 64, dtype=torch.int64), torch.arange(64)[None], 2) if bits == 16 else None
+    unpack_store(form, pieces, index, (128, 128), dtype, places=places, backend="triton")
     ptx = compiled[0].asm["ptx"]
     assert not re.search(r"ld\.global\.b8|st\.global\.b(8|16|32|64)", ptx)
 

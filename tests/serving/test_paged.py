@@ -41,7 +41,8 @@ POOLS = {name: partial(Pool, method, (K, D, DV)) for name, method in METHODS.ite
 }
 LATENT = (1, WIDTHS[2] + WIDTHS[1], 0)
 RECALL_LATENTS = [
-    f"records-{name}" for name in ("default", "window-0", "window-5", "store-8", "store-4", "drop", "g-16", "all-open")
+    f"records-{name}"
+    for name in ("default", "window-0", "window-5", "store-8", "store-4", "drop", "g-16", "all-open", "host-16")
 ]
 LATENTS = {f"latents-{name}": partial(Pool, method, LATENT) for name, method in METHODS.items()} | {
     f"latents-{name}": partial(RecordPool, IN_RECORDS[name.removeprefix("records-")], LATENT) for name in RECALL_LATENTS

@@ -114,9 +114,9 @@ def test_tokens_that_are_taken_back_leave_no_trace(name):
 def test_settings_and_records_of_another_kind_are_refused():
     pool = RecordPool(RECORDS["default"], (K, D, DV))
     own, blocks, drop = pool.plan.settings, pool.blocks, RECALL.replace(unchosen="drop")
-    on_host = replace(step_settings(RECALL.replace(store="host")), summary_delay=0)
+    on_host = serving_plan(RECORDS["host-16"]).settings
     for settings, pool.blocks, message in (
-        (on_host, blocks, "got a store on the host of 16 bits and no pages for it"),
+        (on_host, blocks, "got a store on the host and no pages for it"),
         (replace(own, summary_delay=8), blocks, "summary_delay of records must be 0, got 8"),
         (serving_plan(RECORDS["store-8"]).settings, blocks, r"entries must be pages uint8 \[P, 2, N, \d+\], got"),
         (own, torch.empty_like(blocks[:, 8:]), "must begin at multiples of 16 bytes"),

@@ -53,10 +53,9 @@ RINGS = [
 ]
 REFUSED = [
     (condense.DGA(), "one of Recall, CCA, LCA, StreamingLLM and Dense"),
-    (condense.Recall(store="host"), "in 8 or 4 bits, .*: use store_bits=4"),
     (condense.CCA(group_size=1), "at least 2"),
     (condense.Recall(group_size=1), "group_size must be at least 2 to be served, got 1: use unchosen='drop'"),
-    (condense.Recall(window=15, store="host"), "store_bits=4; window must .* 16, .* got 15: .*'drop' or window=16$"),
+    (condense.Recall(window=15, store="host"), "^window must .* 16, .* got 15: .*'drop' or window=16$"),
     (condense.CCA(summary="prompt"), "summary='streaming'"),
     (condense.Recall(prompt="exact", keep=0.5), "^Recall needs .*use keep=1"),
     (condense.LCA(window=1000, group_size=16), "window=1008 or summary='last'"),
@@ -91,7 +90,8 @@ REFUSED_ENGINES = [
     ({"tensor_parallel": 3, "speculative": True}, "^--tensor-.* 8 KV heads, got 3: .*; --speculative-config .* out$"),
 ]
 HOST = condense.Recall(group_size=4, window=24, store="host", store_bits=4)
-ON_HOST = [HOST.replace(store="device"), HOST, HOST.replace(store_bits=8), condense.CCA(group_size=4, window=24), None]
+OTHERS = [HOST.replace(store_bits=8), HOST.replace(store_bits=16), condense.CCA(group_size=4, window=24), None]
+ON_HOST = [HOST.replace(store="device"), HOST, *OTHERS]
 KEPT = [ServedLayer(method and serving_plan(method), 2, (16, 32), torch.float32) for method in ON_HOST]
 FAR = page_sizes(KEPT).far
 PAGES = torch.empty(10, 2, FAR // 4, 1, dtype=torch.uint8)
@@ -249,11 +249,13 @@ def test_trials_read_the_ends_of_prompts(method, length, up, has_step, monkeypat
 def test_a_page_holds_what_records_leave_out():
     memory, whole = HostMemory(KEPT, ranks=1), record_format(KEPT[0].plan.settings, (16, 32), torch.float32)
     memory.measure(10**9)
-    device, four, eight, *others = (memory.pages_of(layer, PAGES) for layer in KEPT)
+    device, four, eight, sixteen, *others = (memory.pages_of(layer, PAGES) for layer in KEPT)
     assert device is None
     assert others == [None, None]
     assert four.shape == (10, 2, FAR // 4, whole.nbytes - KEPT[1].slot_bytes)
-    assert four[0].nbytes + eight[0].nbytes == host_bytes(KEPT)
+    # tokens in their own dtype, a key and its value side by side
+    assert sixteen[0].nbytes == 2 * FAR * (16 + 32) * 4
+    assert four[0].nbytes + eight[0].nbytes + sixteen[0].nbytes == host_bytes(KEPT)
     # where an engine pads pages to one size, a page is as large as several
     assert memory.pages_of(KEPT[1], PAGES.repeat(1, 1, 3, 1)).nbytes == 3 * four.nbytes
     assert KEPT[0].far_bytes(FAR) == KEPT[1].far_bytes(FAR) + four[0].nbytes

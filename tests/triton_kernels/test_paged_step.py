@@ -239,6 +239,8 @@ def steps_of(shape, method, lengths, num, backend):
 HOST = [name for name, method in RECALLS.items() if method.store == "host"]
 READ = [(m, "gqa", dtype) for m in RECALLS if m not in HOST for dtype in DTYPES if dtype != torch.float16 or "4" in m]
 READ += [("store-8", "one-head", DTYPES[-1]), ("store-4", "seven", DTYPES[0])]
+READ_FROM_HOST = [(name, "gqa", dtype) for name in HOST for dtype in DTYPES]
+READ_FROM_HOST += [("host-16", shape, DTYPES[:2][-1]) for shape in LATENTS]
 # wide heads and groups of 16, of which up to eight query heads share one: a GPU reads these by lanes
 WIDE = {"wide": (8, 2, 128, 128), "wide-three": (6, 2, 128, 128), "wide-seven": (7, 1, 128, 128)}
 OF_16 = {name: RECALLS[name].replace(group_size=16, window=16, num_recall=9) for name in ("store-4", "drop")}
@@ -273,11 +275,11 @@ def check_steps(method, shape, dtype):
     check_same(*map(torch.stack, zip(*outs, strict=True)))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("method", HOST)
-def test_tokens_in_host_memory_are_those_of_the_device(method, dtype):
-    shape, made = SHAPES["gqa"], {"num_pages": 200, "dtype": dtype, "device": DEVICE}
-    host, device = (RecordPool(RECALLS[method].replace(store=x), shape[1:], **made) for x in ("host", "device"))
+@pytest.mark.parametrize(("method", "shape", "dtype"), READ_FROM_HOST, ids=str)
+def test_tokens_in_host_memory_are_those_of_the_device(method, shape, dtype):
+    shape, made = (SHAPES | LATENTS)[shape], {"num_pages": 200, "dtype": dtype, "device": DEVICE}
+    heads = shape[1:] if len(shape) == 4 else (1, sum(shape[1][1:3]), 0)
+    host, device = (RecordPool(RECALLS[method].replace(store=x), heads, **made) for x in ("host", "device"))
     steps, reader = (2, "torch") if DEVICE == "cpu" else (40, "triton")
     check_same(*(run(pool, shape, (0, 62, 19, 41), steps, "triton", reader) for pool in (host, device)))
     for one, other in zip(host.requests, device.requests, strict=True):
@@ -344,7 +346,9 @@ def with_slots(pool, rows):
     return pool
 
 
-@pytest.mark.parametrize(("method", "slots", "rows", "part"), [("host-4", 4, 3, 3), ("host-8-drop", 2, 2, 1)])
+@pytest.mark.parametrize(
+    ("method", "slots", "rows", "part"), [("host-16", 3, 2, 2), ("host-4", 4, 3, 3), ("host-8-drop", 2, 2, 1)]
+)
 def test_slots_of_pages_that_change_hands(method, slots, rows, part, monkeypatch):
     """Requests come and go and change places in the batch, and their few pages go to others: the bits without slots;
     also where so few attend at once that a part of them has none.
@@ -395,7 +399,7 @@ def check_copies(pool, requests, rows):
             page, at = divmod(place, per_page)
             there = 0 <= group < closed and (request.entries[group // per_page], group % per_page) == (page, at)
             if there and int(stamps[page, head, at]) == stamp:
-                piece = pool.slots.slots[row, head, slot * g : (slot + 1) * g].flatten()
+                piece = pool.slots.slots[row, head, slot * g : (slot + 1) * g].flatten().view(torch.uint8)
                 assert torch.equal(piece.cpu(), pool.host[page, head, at, : len(piece)])
                 found += 1
     assert found > 0

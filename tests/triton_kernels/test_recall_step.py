@@ -538,7 +538,7 @@ def check_unpacked(got, want):
 
 # the interpreter cuts numbers off to bfloat16
 @pytest.mark.parametrize("dtype", DTYPES if CUDA else [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [16, 8, 4])
 @pytest.mark.parametrize(("g", "widths"), PACKED, ids=str)
 def test_a_store_is_unpacked(g, widths, bits, dtype):
     form, pieces, index = packed(bits, g, widths, dtype)
@@ -550,7 +550,7 @@ def test_a_store_is_unpacked(g, widths, bits, dtype):
     got = unpack_store(form, longer[:, :, :0], index.narrow(0, 0), widths, dtype, backend="triton")
     assert [x.shape for x in got] == [(2, 3, 0, n) for n in widths]
     # slots between pieces, 4 to a page, some of which two rows share
-    cache = torch.full((7, 3, 4, -(-pieces.shape[3] // 16) * 16 + 32), 255, dtype=torch.uint8, device=DEVICE)
+    cache = torch.full((7, 3, 4, -(-pieces.shape[3] // 16) * 16 + 32), 255, dtype=pieces.dtype, device=DEVICE)
     pages = cache[..., 16 : 16 + pieces.shape[3]]
     place = torch.randint(0, 28, (2, 5), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     places = Places.of(place // 4, place % 4, 3)

@@ -108,10 +108,11 @@ def unpack_store(
 
     pieces ``[B, K, n, g * C]``: the groups in the format ``form``; or pages of pieces, ``[P, K, N, g * C]``, also in
     pinned host memory, of which those at ``places`` are decoded. index: of the n groups, for each KV head. widths: D
-    and Dv (0 for latents). With 16 bits, and without places, the results are views.
-    With fewer than 16 bits raises ValueError for a backend that is unknown, or was asked for and cannot run.
+    and Dv (0 for latents). With 16 bits, and without places, the results are views, whatever the backend.
+    Else raises ValueError for a backend that is unknown, or was asked for and cannot run.
     """
-    chosen = "torch" if form.bits == 16 else resolve_pooling(backend, index.steps.device, dtype, widths)
+    are_views = form.bits == 16 and places is None
+    chosen = "torch" if are_views else resolve_pooling(backend, index.steps.device, dtype, widths)
     return BACKENDS[chosen].load().unpack_store(form, pieces, index, widths, dtype, places)
 
 

@@ -114,8 +114,6 @@ def serving_plan(method: Method, longest: int | None = None) -> ServingPlan:
     wrong = []
     if settings.key_pooling is None:
         wrong.append(f"{method} makes its entries itself, which pages do not: use CCA, LCA or Recall")
-    if settings.choice is not None and settings.choice.store.on_host and settings.store_format.bits == 16:
-        wrong.append(f"tokens in host memory are served in 8 or 4 bits, got {method}: use store_bits=4")
     if method.layout.lookahead is not None:
         wrong.append(
             f"{type(method).__name__} needs the end of a prompt, which an engine reads in pieces: use "

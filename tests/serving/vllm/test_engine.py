@@ -15,7 +15,7 @@ MEANS = condense.CCA(group_size=4, window=16, key_pooling="mean", value_pooling=
 METHODS = {
     "pooled": METHOD, "recall": RECALL,
     "exact-prompts": RECALL.replace(prompt="exact"), "allocation": {0: RECALL, "rest": MEANS},
-    "host": {0: RECALL, "rest": RECALL.replace(store="host")},
+    "host": {0: RECALL, "rest": RECALL.replace(store="host")}, "host-16": RECALL.replace(store="host", store_bits=16),
     "latents": METHOD, "latents-allocation": {0: RECALL.replace(unchosen="drop"), "rest": METHOD.replace(entry_bits=8)},
 }  # fmt: skip
 OTHERS = {
@@ -29,6 +29,7 @@ OTHERS = {
     "recall-8": (RECALL.replace(store_bits=8, group_size=8), None),
     "recall-4-drop-beside-dense": (RECALL.replace(unchosen="drop"), [0, 2]),
     "exact-16": (RECALL.replace(prompt="exact", store_bits=16), None),
+    "exact-16-host": (RECALL.replace(prompt="exact", store_bits=16, store="host"), None),
     "exact-8-host": (RECALL.replace(prompt="exact", store_bits=8, store="host"), [1, 2]),
     # a code near a tie follows float32's noise: with layers 0 and 2 one of these answers parts from `generate`'s
     "exact-8-beside-dense": (RECALL.replace(prompt="exact", store_bits=8), [1, 2]),
@@ -45,6 +46,10 @@ OF_LATENTS = {
     "recall-8-drop": ("deepseek_v3", RECALL.replace(store_bits=8, unchosen="drop", group_size=8)),
     "recall-4": ("deepseek_v3", RECALL),
     "host-4": ("deepseek_v2", {0: RECALL, "rest": RECALL.replace(store="host")}),
+    "host-16-4": (
+        "deepseek_v3",
+        {0: RECALL.replace(store="host", store_bits=16), "rest": RECALL.replace(store="host")},
+    ),
     "matched": ("deepseek_v2", METHOD.replace(rep_bias="matched", summary="last")),
     "allocation": ("deepseek_v2", {0: condense.StreamingLLM(sink=4, window=40), "rest": METHOD}),
 }

@@ -38,8 +38,7 @@ def read_paged(
     the stored tokens of all closed groups.
     settings: without a choice, ``summary_delay`` is a multiple of g, a summary query has at most g queries, and there
     are no focal tokens. With a choice, ``summary_delay`` is 0 (`PagedState` says why); where queries see the rest, g is
-    at least 2 and the window at least g; a store in host memory has 8 or 4 bits, and on CUDA, as with slots, needs a
-    step of kernels.
+    at least 2 and the window at least g; a store in host memory on CUDA, as slots anywhere, needs a step of kernels.
     backend: single tokens are read by a step of kernels with "triton" or "hopper", and with "auto" on CUDA where it can
     run. All others are read as in `condense.ops.attend`, requests of like lengths as rows of one call.
     Raises ValueError for an unknown backend, for an explicit one that cannot run here, for settings that pages cannot
@@ -111,10 +110,10 @@ def _check_settings(settings: StepSettings, state: PagedState) -> None:
     if settings.summary_delay != 0:
         raise ValueError(f"summary_delay of records must be 0, got {settings.summary_delay}")
     form, on_host = settings.choice.store, state.store is not None
-    if form.on_host != on_host or (on_host and form.bits == 16):
+    if form.on_host != on_host:
         raise ValueError(
-            "stored tokens stand in records, or with 8 or 4 bits in pages of their own in host memory, got a store on "
-            f"the {'host' if form.on_host else 'device'} of {form.bits} bits and {'' if on_host else 'no '}pages for it"
+            "stored tokens stand in records, or in host memory in pages of their own, got a store on the "
+            f"{'host' if form.on_host else 'device'} and {'' if on_host else 'no '}pages for it"
         )
     if state.slots is not None and state.slots.held.shape[2] != form.slots:
         raise ValueError(f"state.slots must have {form.slots} slots, got {state.slots.held.shape[2]}")

@@ -64,7 +64,7 @@ def unpack_store(
     form: StoreFormat, pieces: Tensor, index: GroupIndex, widths: tuple[int, int], dtype: torch.dtype,
     places: Places | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Keys and values of a store of 8 or 4 bits, see `condense.ops.unpack_store`."""
+    """Keys and values of a store, see `condense.ops.unpack_store`."""
     page, _, slot = (None, None, None) if places is None else places
     # the operation is used only where it is needed: calling it takes the host longer than starting the kernel
     keeps_whole = torch.compiler.is_compiling() or torch.is_grad_enabled()

@@ -390,8 +390,9 @@ def recall_unpack_kernel(
         k, v = _words_as_numbers(words, load_centres(pieces.signs, dtype, FORM, False), step, dtype, FORM)
     else:
         k, v = load_groups(pieces, i, dtype, FORM, False)
-    first = _rotated_back(k[0], rotation_ptr, 0, FORM.D0, FORM)
-    k = parts(first, _rotated_back(k[1], rotation_ptr, FORM.D0, FORM.D1, FORM) if FORM.D1 > 0 else None)
+    if FORM.bits < 16:
+        first = _rotated_back(k[0], rotation_ptr, 0, FORM.D0, FORM)
+        k = parts(first, _rotated_back(k[1], rotation_ptr, FORM.D0, FORM.D1, FORM) if FORM.D1 > 0 else None)
     token = tl.reshape(row[:, None] * FORM.g + i[None, :], (BG * T,))
     inside = tl.reshape((number < n)[:, None] & (i < FORM.g)[None, :], (BG * T,))
     store_rows(k_ptr, token * FORM.D, k, inside, FORM.D0, FORM.D1)
