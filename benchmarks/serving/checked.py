@@ -66,13 +66,12 @@ def first_method(text):
 
 
 def unrounded(text):
-    """The first method of a choice in text, with all its numbers in 16 bits, or in 8 where they are in host memory.
+    """The first method of a choice in text, with all its numbers in 16 bits.
 
     What is rounded to 8 or 4 bits makes of float32's own noise other numbers, and then other tokens.
     """
     method = condense.Method.parse(first_method(text))
-    most = 8 if getattr(method, "store", None) == "host" else 16
-    bits = {name: most for name in ("store_bits", "entry_bits") if hasattr(method, name)}
+    bits = dict.fromkeys((x for x in ("store_bits", "entry_bits") if hasattr(method, x)), 16)
     settings = method.replace(**bits).to_dict()
     name = settings.pop("method")
     return f"{name}:" + ",".join(f"{key}={value}" for key, value in settings.items() if value is not None)

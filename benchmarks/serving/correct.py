@@ -8,6 +8,9 @@ second time they are found in the prefix cache, and scores a text of 3,900 token
 same. In bfloat16 the error of log-probabilities against float32 must be at most twice that of transformers, on the text
 and on vLLM's own answers.
 
+With --drafts vLLM drafts so many tokens of each step by n-grams; in float32 the tokens must still be those of
+`generate`, which drafts nothing.
+
 With --adapter every prompt is asked twice in one batch, of the model and of the model with a random LoRA adapter, whose
 weights transformers has added to its own.
 """
@@ -175,6 +178,9 @@ def engine(args):
     }  # fmt: skip
     if len(variants) > 1:
         settings |= {"enable_lora": True, "max_lora_rank": RANK}
+    if args.drafts > 0:
+        drafts = {"num_speculative_tokens": args.drafts, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+        settings |= {"speculative_config": {"method": "ngram"} | drafts, "disable_log_stats": False}
     started = Engine(ref["folder"], **settings, **mode_settings(args.mode))
     sampling = {"temperature": 0, "max_tokens": NEW, "ignore_eos": True, "logprobs": 0, "detokenize": False}
     lora = [None if v["adapter"] is None else LoRARequest("adapter", 1, v["adapter"]) for v in variants]
@@ -200,6 +206,10 @@ def engine(args):
         "batched_tokens": args.batched_tokens, "prefix_caching": args.prefix_caching, "ranks": args.ranks,
         "stages": args.stages, **results[0], "pages": total, "free_pages": free,
     }  # fmt: skip
+    if args.drafts > 0:
+        counts = {x.name: x.value for x in started.llm.get_metrics() if hasattr(x, "value")}
+        names = {name: f"vllm:spec_decode_num_{name}_tokens" for name in ("draft", "accepted")}
+        content["drafts"] = {"tokens": args.drafts, **{name: counts[full] for name, full in names.items()}}
     if len(variants) > 1:
         change = distance(variants[1]["text_float32"], variants[0]["text_float32"])
         content["with_adapter"] = {"change": change, **results[1]}
@@ -250,6 +260,7 @@ def main():
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--batched-tokens", type=int, default=8192)
     parser.add_argument("--prefix-caching", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--drafts", type=int, default=0, help="tokens drafted by n-grams before each step")
     parser.add_argument("--ranks", type=int, default=1, help="that share each layer")
     parser.add_argument("--stages", type=int, default=1, help="of a pipeline, each with layers of its own")
     args = parser.parse_args()
