@@ -3,17 +3,17 @@
     python benchmarks/serving/soak.py OUT.json --seconds 1800 \\
         --method recall:window=64,num_recall=8,store=host,store_bits=8
     python benchmarks/serving/soak.py OUT.json --seconds 500 --method recall:store_bits=8 --longest 131072 \\
-        --blocks 1000 --mode graph    # on a GPU
+        --blocks 3600 --mode graph --adapter --dtype float16    # on a GPU
 
 Requests arrive in bursts, with answers of 1 to 48 tokens; some are given up on the way. Half are prompts of 1 to 1,200
 tokens (or --longest), short ones most often; the others ask something on the first tokens of one of two texts. With
 --adapter, forty requests for the model and forty for it with a random LoRA adapter take turns (on a CPU vLLM confuses
 the two within one batch). The pool of blocks holds a few of the longest, so that some are put back. Every tenth answer
 is compared with `generate` of the same model in float32, and so is what `generate` answers once all weights have moved
-by 3e-7 of their size: where a store has 8 or 4 bits, float32's own noise changes some answers. A method that reads
-prompts otherwise than single tokens may part from `generate` after a request was put back: take prompt=recall. Ends
-with an error if far more answers of vLLM differ than noise changes, or if blocks are missing once all requests are
-done.
+by 3e-7 of their size: where a store has 8 or 4 bits, float32's own noise changes some answers. In another --dtype,
+which vLLM's adapters need on a GPU, noise is what `generate` answers in that dtype. A method that reads prompts
+otherwise than single tokens may part from `generate` after a request was put back: take prompt=recall. Ends with an
+error if far more answers of vLLM differ than noise changes, or if blocks are missing once all requests are done.
 
 The memory of the process is noted four times, after what is free went back to the system. On a CPU, PyTorch's library
 of kernels (oneDNN) would keep one for every number of tokens that it meets, up to 1,024: here it keeps one.
@@ -48,12 +48,13 @@ ANSWER, TEXTS, QUESTION, CHECKED, TURN = 48, 2, 32, 10, 40
 class Traffic:
     """Requests at random, and what became of them.
 
-    models: those whose `generate` is right, by the adapter that vLLM is asked for, or None.
+    models: those whose `generate` is right, by the adapter that vLLM is asked for, or None. dtype: of vLLM's numbers.
     """
 
-    def __init__(self, engine, models, seed, longest):
+    def __init__(self, engine, models, seed, longest, dtype):
         self.engine, self.random, self.longest = engine, random.Random(seed), longest
-        self.models = [(adapter, model, moved(model)) for adapter, model in models.items()]
+        noisy = moved if dtype == torch.float32 else lambda model: copy.deepcopy(model).to(dtype)
+        self.models = [(adapter, model, noisy(model)) for adapter, model in models.items()]
         self.vocabulary = self.models[0][1].config.vocab_size
         self.texts = [self.tokens(longest) for _ in range(TEXTS)]
         self.prompts = {}
@@ -136,12 +137,13 @@ def run(args):
             models[LoRARequest("adapter", 1, adapter)] = load(folder, adapter, DEVICE)
             settings |= {"enable_lora": True, "max_lora_rank": RANK}
         engine = Engine(
-            folder, dtype="float32", max_model_len=args.longest + ANSWER, max_num_seqs=16,
+            folder, dtype=args.dtype, max_model_len=args.longest + ANSWER, max_num_seqs=16,
             max_num_batched_tokens=max(512, args.longest // 32), num_gpu_blocks_override=args.blocks,
             enable_prefix_caching=True, kv_cache_memory_bytes=1 << 30, gpu_memory_utilization=0.02,
             **settings,
         )  # fmt: skip
-        traffic, began, memory = Traffic(engine, models, args.seed, args.longest), time.time(), []
+        traffic = Traffic(engine, models, args.seed, args.longest, getattr(torch, args.dtype))
+        began, memory = time.time(), []
         while (passed := time.time() - began) < args.seconds or traffic.prompts:
             if passed < args.seconds and len(traffic.prompts) < 24 and traffic.random.random() < 0.2:
                 traffic.arrive()
@@ -154,7 +156,7 @@ def run(args):
         engine.scheduler.reset_prefix_cache()
         total, free = engine.pages
     return {
-        "vllm": VLLM, "method": str(args.method), "mode": args.mode, "adapter": args.adapter,
+        "vllm": VLLM, "method": str(args.method), "mode": args.mode, "dtype": args.dtype, "adapter": args.adapter,
         "seconds": round(time.time() - began), "longest": args.longest, "pages": total, "free_pages": free,
         "preempted": engine.preempted, **traffic.found, "memory_bytes": memory,
     }  # fmt: skip
@@ -168,6 +170,7 @@ def main():
     parser.add_argument("--blocks", type=int, default=60, help="blocks of the pool")
     parser.add_argument("--longest", type=int, default=1200, help="tokens of the longest prompt")
     parser.add_argument("--adapter", action="store_true", help="every other turn with a LoRA adapter")
+    parser.add_argument("--dtype", choices=["float32", "float16", "bfloat16"], default="float32")
     parser.add_argument("--mode", choices=["default", "graph", "eager"], default="eager")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
