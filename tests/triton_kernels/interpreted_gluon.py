@@ -26,40 +26,68 @@ def jit(fn=None, **options):
     return Interpreted(fn) if fn else partial(jit, **options)
 
 
+def number(x):
+    return int(x.handle.data.item()) if isinstance(x, tl.tensor) else int(x)
+
+
 def tensor(data, dtype):
     return tl.tensor(TensorHandle(np.ascontiguousarray(data), dtype), tl.block_type(dtype, list(data.shape)))
 
 
 class Shared:
-    """Shared memory ``[rows, columns]``. box: holds its numbers. view: what a view shows of them."""
+    """Shared memory of any shape, or a view of it; what nobody has written is not a number."""
 
-    def __init__(self, dtype, box, view=lambda x: x):
-        self.dtype, self.box, self.view = dtype, box, view
+    def __init__(self, dtype, raw):
+        self.dtype, self.raw, self.shape = dtype, raw, raw.shape
+
+    def _view(self, raw):
+        assert np.shares_memory(raw, self.raw)
+        return Shared(self.dtype, raw)
+
+    def index(self, i):
+        return self._view(self.raw[number(i)])
+
+    def slice(self, start, length, dim):
+        return self._view(self.raw[(slice(None),) * dim + (slice(number(start), number(start) + number(length)),)])
+
+    def reshape(self, shape):
+        return self._view(self.raw.reshape([number(n) for n in shape]))
+
+    def permute(self, order):
+        return self._view(self.raw.transpose(order))
+
+    def _reinterpret(self, dtype, shape, layout):
+        return Shared(dtype, self.raw)
 
     def store(self, x):
         # words of two numbers come without a conversion
-        self.box[0] = np.ascontiguousarray(x.handle.data).view(self.box[0].dtype).reshape(self.box[0].shape)
+        self.raw[...] = np.ascontiguousarray(x.handle.data).view(self.raw.dtype).reshape(self.shape)
 
-    def permute(self, order):
-        return Shared(self.dtype, self.box, lambda x: self.view(x).transpose(order))
-
-    def _reinterpret(self, dtype, shape, layout):
-        return Shared(dtype, self.box)
+    def load(self, layout):
+        return tensor(self.raw, self.dtype)
 
     @property
     def numbers(self):
-        return self.view(wide(SimpleNamespace(data=self.box[0], dtype=self.dtype))).astype(np.float64)
+        return wide(SimpleNamespace(data=np.ascontiguousarray(self.raw), dtype=self.dtype)).astype(np.float64)
 
 
 def allocate_shared_memory(dtype, shape, layout, value=None):
-    # what nobody has written is not a number
-    empty = np.full([int(n) for n in shape], 0x7FC0, np.uint16) if value is None else value.handle.data
-    return Shared(dtype, [empty])
+    empty = {tl.float16: (np.nan, np.float16)}.get(dtype, (0x7FC0, np.uint16))
+    return Shared(dtype, np.full([number(n) for n in shape], *empty) if value is None else value.handle.data.copy())
 
 
 def warpgroup_mma(a, b, acc, *, use_acc=True, is_async=False):
-    found = a.numbers @ b.numbers + (acc.handle.data if use_acc else 0)
+    a = a.numbers if isinstance(a, Shared) else wide(a.handle).astype(np.float64)
+    found = a @ b.numbers + (acc.handle.data if use_acc else 0)
     return tensor(found.astype(np.float32), tl.float32)
+
+
+# of the module of what Hopper alone has
+PRODUCTS = {
+    "warpgroup_mma": warpgroup_mma,
+    "warpgroup_mma_wait": lambda count, deps: deps[0] if len(deps) == 1 else tuple(deps),
+    "fence_async_shared": lambda: None,
+}
 
 
 def log2(x):
@@ -93,11 +121,7 @@ def interpreted(module, monkeypatch, gl=None, hopper=None, descriptor=None):
     """The module of a kernel in Gluon as one that the interpreter runs. gl, hopper: stand for the language's modules;
     descriptor: for the class of TMA descriptors.
     """
-    hopper = hopper or SimpleNamespace(
-        warpgroup_mma=warpgroup_mma,
-        warpgroup_mma_wait=lambda count, deps: deps[0] if len(deps) == 1 else tuple(deps),
-        fence_async_shared=lambda: None,
-    )
+    hopper = hopper or SimpleNamespace(**PRODUCTS)
     name, gl = "triton.experimental.gluon", gl or language()
     modules = {name: {"jit": jit, "language": gl}, f"{name}.language": vars(gl)}
     modules |= {f"{name}.language.nvidia": {"hopper": hopper}, f"{name}.language.nvidia.hopper": vars(hopper)}

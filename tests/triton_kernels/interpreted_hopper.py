@@ -8,14 +8,9 @@ import numpy as np
 import torch
 import triton.language as tl
 from triton_kernels import interpreted_gluon
-from triton_kernels.interpreted_gluon import tensor
-from triton_kernels.ptx import wide
+from triton_kernels.interpreted_gluon import number
 
 from condense.ops.hopper import attend_forward, pipeline, recall_attend
-
-
-def _int(x):
-    return int(x.handle.data.item()) if isinstance(x, tl.tensor) else int(x)
 
 
 def _raw(x):
@@ -29,39 +24,6 @@ class Descriptor:
     @property
     def block_type(self):
         return SimpleNamespace(nbytes=2 * int(np.prod(self.block_shape)))
-
-
-class Place:
-    """Shared memory of any shape, or a view of it; what nobody has written is not a number."""
-
-    def __init__(self, dtype, raw):
-        self.dtype, self.raw, self.shape = dtype, raw, raw.shape
-
-    def _view(self, raw):
-        assert np.shares_memory(raw, self.raw)
-        return Place(self.dtype, raw)
-
-    def index(self, i):
-        return self._view(self.raw[_int(i)])
-
-    def slice(self, start, length, dim):
-        return self._view(self.raw[(slice(None),) * dim + (slice(_int(start), _int(start) + _int(length)),)])
-
-    def reshape(self, shape):
-        return self._view(self.raw.reshape([_int(n) for n in shape]))
-
-    def permute(self, order):
-        return self._view(self.raw.transpose(order))
-
-    def store(self, x):
-        self.raw[...] = x.handle.data
-
-    def load(self, layout):
-        return tensor(self.raw, self.dtype)
-
-    @property
-    def numbers(self):
-        return wide(SimpleNamespace(data=np.ascontiguousarray(self.raw), dtype=self.dtype)).astype(np.float64)
 
 
 class Barrier:
@@ -105,7 +67,7 @@ class Warps:
             raise self.errors[0]
 
     def wait(self, barrier, phase):
-        while barrier.parity == _int(phase):
+        while barrier.parity == number(phase):
             self.waiting += 1
             if self.errors or self.waiting == self.alive:
                 raise RuntimeError("all warps wait")
@@ -117,12 +79,10 @@ def _language(warps):
     allocate = interpreted_gluon.allocate_shared_memory
 
     def allocate_shared_memory(dtype, shape, layout, value=None):
-        shape = [_int(n) for n in shape]
-        if dtype == tl.int64:
-            barriers = [Barrier() for _ in range(shape[0])]
-            return SimpleNamespace(index=lambda i: barriers[_int(i)])
-        empty = np.full(shape, np.nan, np.float16) if dtype == tl.float16 else allocate(dtype, shape, layout).box[0]
-        return Place(dtype, empty)
+        if dtype != tl.int64:
+            return allocate(dtype, shape, layout, value)
+        barriers = [Barrier() for _ in range(number(shape[0]))]
+        return SimpleNamespace(index=lambda i: barriers[number(i)])
 
     # numbers as they are, because the interpreter cannot add a constant and a tensor
     gl.constexpr = type("constexpr", (int,), {"value": property(int)})
@@ -139,31 +99,23 @@ def _language(warps):
 
 def _hopper(warps):
     def init(barrier, count):
-        barrier.count = barrier.pending = _int(count)
+        barrier.count = barrier.pending = number(count)
 
     def copy(source, at, barrier, place):
-        raw, at = _raw(source.base), [_int(x) for x in at]
+        raw, at = _raw(source.base), [number(x) for x in at]
         block = np.zeros(source.block_shape, raw.dtype)
         found = raw[tuple(slice(x, x + n) for x, n in zip(at, source.block_shape, strict=True))]
         block[tuple(slice(n) for n in found.shape)] = found  # 0 past the ends
         place.raw[...] = block.reshape(place.raw.shape)
         barrier.arrive(warps, 0, -block.nbytes)
 
-    def warpgroup_mma(a, b, acc, *, use_acc=True, is_async=False):
-        a = a.numbers if isinstance(a, Place) else wide(a.handle).astype(np.float64)
-        found = a @ b.numbers + (acc.handle.data if use_acc else 0)
-        return tensor(found.astype(np.float32), tl.float32)
-
     mbarrier = SimpleNamespace(
         MBarrierLayout=lambda: None, init=init, wait=warps.wait,
         arrive=lambda barrier: barrier.arrive(warps, 1, 0),
-        expect=lambda barrier, nbytes: barrier.arrive(warps, 1, _int(nbytes)),
+        expect=lambda barrier, nbytes: barrier.arrive(warps, 1, number(nbytes)),
     )  # fmt: skip
-    return SimpleNamespace(
-        warpgroup_mma=warpgroup_mma, fence_async_shared=lambda: None, mbarrier=mbarrier,
-        tma=SimpleNamespace(async_copy_global_to_shared=copy),
-        warpgroup_mma_wait=lambda count, deps: deps[0] if len(deps) == 1 else tuple(deps),
-    )  # fmt: skip
+    tma = SimpleNamespace(async_copy_global_to_shared=copy)
+    return SimpleNamespace(**interpreted_gluon.PRODUCTS, mbarrier=mbarrier, tma=tma)
 
 
 def interpreted(monkeypatch):
