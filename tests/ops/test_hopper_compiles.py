@@ -147,29 +147,24 @@ def lane_assembly(kernel):
     return "\n".join(asm for asm, _ in found)
 
 
-@pytest.mark.parametrize(("rows", "heads"), [(1, 32), (8, 32), (1, 64), (1, None)], ids=str)
-def test_steps_by_lanes(rows, heads, compiled):
+LANES = [(1, 32, torch.bfloat16), (8, 32, torch.bfloat16), (1, 64, torch.bfloat16), (1, None, torch.bfloat16)]
+
+
+@pytest.mark.parametrize(("rows", "heads", "dtype"), [*LANES, (1, 32, torch.float32)], ids=str)
+def test_steps_by_lanes(rows, heads, dtype, compiled):
     """Programs that score have eight warps, or with many rows four; a warp has four query heads, or eight. heads: None
-    for the step over pages.
+    for the step over pages. In float32 two steps of an index do not fit into a word, and lanes only score.
     """
     if heads is None:
         step_over_pages(RecordPool, condense.Recall(store_bits=4, num_recall=0.3), 128, slots=16, per_page=16)
     else:
-        take_a_step(step_settings(condense.Method.parse("recall-device")), rows, (heads, 8), (128, 128), entries=64)
+        settings = step_settings(condense.Method.parse("recall-device"))
+        take_a_step(settings, rows, (heads, 8), (128, 128), dtype=dtype, entries=64)
     kernels = {kernel.metadata.name: kernel for kernel in compiled}
     assert len(kernels) == len(compiled) == 5
-    for name, instructions in BY_LANES.items():
+    for name in BY_LANES if dtype == torch.bfloat16 else ["recall_score_kernel"]:
         asm = lane_assembly(kernels[name])
-        assert all(instruction in asm for instruction in instructions)
-
-
-def test_scores_by_lanes_in_float32(compiled):
-    """Steps of an index of 32 bits do not fit two into a word."""
-    take_a_step(
-        step_settings(condense.Method.parse("recall-device")), 1, (32, 8), (128, 128), dtype=torch.float32, entries=64
-    )
-    asm = lane_assembly({kernel.metadata.name: kernel for kernel in compiled}["recall_score_kernel"])
-    assert all(instruction in asm for instruction in BY_LANES["recall_score_kernel"])
+        assert all(instruction in asm for instruction in BY_LANES[name])
 
 
 def check_side_by_side(kernel, instruction, number):
