@@ -59,8 +59,7 @@ def test_padded_rows_and_beams_as_in_a_growing_cache(hybrid):
 def test_a_graph_decodes_prompt_after_prompt(hybrid):
     decoder = condense.GraphDecoder(hybrid, batch_size=2, max_length=40)
     for seed in (1, 2):
-        rows = [tiny.tokens(1, n, seed=n + seed)[0] for n in (PROMPT, PROMPT - 4)]
-        ids, mask = tiny.left_padded(rows)
+        ids, mask = tiny.left_padded([tiny.tokens(1, n, seed=n + seed)[0] for n in (PROMPT, PROMPT - 4)])
         expected = tiny.generate(hybrid, ids, attention_mask=mask)
         assert torch.equal(tiny.decoded(decoder, ids, mask, max_new_tokens=tiny.NEW), expected)
 
@@ -69,8 +68,7 @@ def test_a_window_longer_than_the_cache():
     model = condense.apply(small.model("olmo3", sliding_window=30), CCA)
     ids = tiny.tokens(1, PROMPT)
     cache = StaticCache(model.config, max_cache_len=20)
-    out = tiny.in_chunks(model, ids, (9, *[1] * 8), cache)
-    torch.testing.assert_close(out, tiny.logits(model, ids), **tiny.EXACT)
+    torch.testing.assert_close(tiny.in_chunks(model, ids, (9, *[1] * 8), cache), tiny.logits(model, ids), **tiny.EXACT)
     assert StreamingLLM(sink=0, window=30) in [layer.method for layer in cache.layers]
 
 

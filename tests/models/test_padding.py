@@ -104,8 +104,7 @@ def test_a_mask_is_looked_at_once_per_forward(monkeypatch, layers):
 def test_a_token_of_a_growing_cache_gets_no_mask_without_padding():
     """One look per forward; what a layer needs the mask for, it still gets, and refuses one that is too short."""
     ones = torch.ones(2, 9, dtype=torch.long)
-    calls = [condense_mask(2, 1, 8, 7, attention_mask=mask) for mask in (ones, ones[:, :8])]
-    assert calls == [None, None]
+    assert [condense_mask(2, 1, 8, 7, attention_mask=mask) for mask in (ones, ones[:, :8])] == [None, None]
     for count, offset in ((1, torch.tensor(7)), (2, 6)):  # a static cache, two tokens
         assert condense_mask(2, count, 8, offset, attention_mask=ones[:, :8]).shape == (2, 1, 1, 8)
     for mask in (ones[:, :8] * torch.tensor([[1], [0]]), ones[:, :7], ones[:1, :8]):

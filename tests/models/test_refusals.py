@@ -243,13 +243,6 @@ def test_models(make, message, call):
     assert not hasattr(getattr(model, "config", None), "condense")
 
 
-def test_one_of_two_stacks_by_itself_is_condensed():
-    model = _two_stacks()
-    condense.apply(model.expert, tiny.CCA)
-    assert len(condensed_layers(model.expert)) == tiny.NUM_LAYERS
-    assert not condensed_layers(model.model)
-
-
 @pytest.mark.parametrize("enter", [condense.apply, tiny.enter], ids=["apply", "use"])
 def test_one_configuration_of_two_models(enter):
     """One that names methods when the second is made is refused to both: each changes what the other is saved with."""
