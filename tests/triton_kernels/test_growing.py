@@ -201,24 +201,19 @@ def test_rows_that_are_left_out_and_shorter_buffers_free_their_memory(name):
     assert store() is None
 
 
-@pytest.fixture
-def started(monkeypatch):
-    """The kernels that are started; what the interpreter does for them is not counted."""
-    start, kernels = Prepared.__call__, []
+@pytest.mark.parametrize("name", [*METHODS, "recall", "store-4", "host"])
+def test_a_step_allocates_and_starts_kernels(name, monkeypatch):
+    """But for the steps that make room, which pad; nothing is put together, looked at or made anew. What the
+    interpreter does for kernels is not counted.
+    """
+    layer, made_room, recalls, started, start = CondensedLayer(EITHER[name]), 0, name in RECALLS, [], Prepared.__call__
 
     def note(prepared, tensors):
-        kernels.append(prepared)
+        started.append(prepared)
         with _disable_current_modes():
             start(prepared, tensors)
 
     monkeypatch.setattr(Prepared, "__call__", note)
-    return kernels
-
-
-@pytest.mark.parametrize("name", [*METHODS, "recall", "store-4", "host"])
-def test_a_step_allocates_and_starts_kernels(name, started):
-    """But for the steps that make room, which pad; nothing is put together, looked at or made anew."""
-    layer, made_room, recalls = CondensedLayer(EITHER[name]), 0, name in RECALLS
     memory = ["aten.empty.memory_format", *["aten.split_with_sizes.default"] * recalls]
     memory += [*memory, memory[0]]
     for L in (50, 1):

@@ -175,24 +175,12 @@ def test_splits_read_every_key_once(unchosen, split_into):
             got = triton_step.step(StepCall(new_token(qkv, t), mine, settings, scale=SCALE))
             # each of so many keys is added once, in another order
             rounding = 140 * torch.finfo(torch.float32).eps
-            torch.testing.assert_close(
-                got, want, rtol=rounding, atol=rounding, msg=lambda text, n=splits: f"{n}: {text}"
-            )
+            torch.testing.assert_close(got, want, rtol=rounding, atol=rounding, msg=lambda x, n=splits: f"{n}: {x}")
 
 
 @pytest.mark.parametrize(("heads", "D", "g"), INDICES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_index_is_the_definition_to_the_bit(heads, D, g, dtype, scratch):
-    check_index(heads, D, g, dtype, scratch)
-
-
-def test_an_index_in_float32_is_read_by_lanes(hopper, scratch):
-    """Of its steps two do not fit into a word."""
-    check_index((8, 2), 128, 16, torch.float32, scratch)
-    assert hopper is None or {"mma", "shfl"} <= hopper
-
-
-def check_index(heads, D, g, dtype, scratch):
     """Of tokens of small whole numbers, whose sums are exact in any order; steps differ from a rounded centre."""
     L, (H, K), settings = 3 * g + 2, heads, step_settings(Recall(group_size=g, window=1, num_recall=1e-9, min_recall=1))
     Dv, latent = (0, 512 if D > 512 else 256) if D > 256 else (16, 0)
@@ -213,6 +201,12 @@ def check_index(heads, D, g, dtype, scratch):
         for name, of in (("score", index_scores), ("centre", centre_scores)):
             got = getattr(scratch[0], name)[: 2 * H * GROUPS].view(2, H, GROUPS)[..., :closed]
             assert torch.equal(got, of(new.q, index, SCALE * LOG2E)[:, :, 0])
+
+
+def test_an_index_in_float32_is_read_by_lanes(hopper, scratch):
+    """Of its steps two do not fit into a word."""
+    test_the_index_is_the_definition_to_the_bit((8, 2), 128, 16, torch.float32, scratch)
+    assert hopper is None or {"mma", "shfl"} <= hopper
 
 
 def test_rows_that_come_and_go():
@@ -313,8 +307,7 @@ def test_groups_of_a_prompt(bits, g, widths, dtype):
     form, tokens = StoreFormat(bits, g), torch.randn(2, 2, 3 * g + 1, 2 * sum(widths), device=DEVICE).to(dtype)
     k, v = (x[:, :, 1:].unflatten(2, (3, g)) for x in tokens[..., ::2].split(widths, dim=3))
     got, want = (BACKENDS[name].load().store_groups(form, k, v) for name in ("triton", "torch"))
-    packed = (Packed(GroupIndex(*x[:2]), x[2]) for x in (got, want))
-    check_packed(*packed, k.flatten(2, 3), v.flatten(2, 3), bits)
+    check_packed(*(Packed(GroupIndex(*x[:2]), x[2]) for x in (got, want)), k.flatten(2, 3), v.flatten(2, 3), bits)
     nothing = BACKENDS["triton"].load().store_groups(form, k[:, :, :0], v[:, :, :0])
     assert all(torch.equal(x, y.narrow(2, 0, 0)) for x, y in zip(nothing, want, strict=True))
 

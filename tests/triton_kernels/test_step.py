@@ -359,7 +359,7 @@ def column_of(x):
 
 
 def test_counts_with_gaps_between_them():
-    """seen, arrived and ``real`` are read by their strides: a column of a mask, one value for all rows."""
+    """seen, arrived, ``real``, and of a prompt first, are read by their strides: a column, one value for all rows."""
     now, state, plan = some_step()
     state.seen[1] -= 3
     for real in (torch.tensor([True, False]), torch.tensor([False, True]), torch.tensor([True]).expand(2)):
@@ -369,9 +369,6 @@ def test_counts_with_gaps_between_them():
             gaps = copy_of(state)._replace(seen=column_of(state.seen), arrived=column_of(state.arrived))
             assert torch.equal(one_step(plan, now, gaps, strided), out)
             assert same(tight, gaps)
-
-
-def test_prompts_with_gaps_between_them():
     qkv, plan = drawn(2, 4, 2, 40), step_settings(SELECT)
     _, state = after_prompts(SELECT, *qkv, (31, 22), 9)
     now, tight, gaps = columns(qkv, 31, 32), copy_of(state), copy_of(state)._replace(first=column_of(state.first))
@@ -390,8 +387,7 @@ def test_a_window_longer_than_any_text(window):
     assert torch.equal(*outs)
     settings, sizes = step_settings(condense.CCA(group_size=8, window=window)), StateSizes(1, 1, (16, 16), 0, 20, 1)
     shape = step_plan.StepShape(q.device, q.dtype, 2, sizes, 0, (1.0, 0.0), settings.number)
-    numbers = step_plan.launch_of(shape).step[1]
-    assert max(numbers) < 2**31
+    assert max(step_plan.launch_of(shape).step[1]) < 2**31
 
 
 def test_a_tie_goes_to_the_lowest_position():
