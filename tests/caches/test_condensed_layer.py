@@ -53,8 +53,7 @@ def test_another_number_of_rows_changes_nothing():
     for more in (1, 3):
         said = "wanted 2 rows, for which it was made, got 1; make a new cache"
         tiny.refused(said, model, ids[:1, 20 : 20 + more], past_key_values=cache)
-    rest = tiny.in_chunks(model, ids[:, 20:], (10,), cache)
-    assert_close(rest, tiny.logits(model, ids)[:, 20:], **tiny.EXACT)
+    assert_close(tiny.in_chunks(model, ids[:, 20:], (10,), cache), tiny.logits(model, ids)[:, 20:], **tiny.EXACT)
 
 
 def test_crops_in_a_row_share_the_tokens_that_are_kept_and_one_beyond_them_changes_nothing():

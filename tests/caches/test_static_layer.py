@@ -229,8 +229,7 @@ class _Listed(condense.CCA):  # a method of somebody's own, which has no hash
 
 
 def test_a_method_with_a_list_among_its_settings():
-    layer = StaticCondensedLayer(_Listed(), 40)
-    read(layer, _qkv(30))
+    read(StaticCondensedLayer(_Listed(), 40), _qkv(30))
 
 
 @pytest.mark.parametrize(("prompt", "length"), [(1500, 1600), (4096, 4352), (8192, 8448), (130072, 131072)])

@@ -188,8 +188,7 @@ def test_an_interrupted_one_goes_on(result, model, tokenizer, text, tmp_path, mo
     whole, rest = Mock(), Mock()
     condense.calibrate(model, tokenizer, [text], CONFIG, on_forward=whole)
     monkeypatch.setattr(model.config, "_name_or_path", "elsewhere")  # the same model, read from another folder
-    again = condense.calibrate(model, tokenizer, [text], CONFIG, measured=path, on_forward=rest)
-    assert again == result
+    assert condense.calibrate(model, tokenizer, [text], CONFIG, measured=path, on_forward=rest) == result
     assert kept - 2 <= whole.call_count - rest.call_count <= kept + 1
     # another budget needs no forward that was made already; another model is another matter
     rest.reset_mock()
@@ -274,8 +273,7 @@ def test_latents_by_default(tokenizer, text):
     result = condense.calibrate(model, tokenizer, [text], CalibrationConfig(cache=0.9, length=192, texts=2))
     assert result.config.candidates == default_candidates(192, latents=True)
     assert default_candidates(4096, latents=True)[2].num_recall == 64  # half of the groups of 32
-    shortest = [default_candidates(128, latents=latents)[2].num_recall for latents in (False, True)]
-    assert shortest == [2, 2]
+    assert [default_candidates(128, latents=latents)[2].num_recall for latents in (False, True)] == [2, 2]
     assert result.chosen.cache <= 0.9
     assert result.chosen.host == 0
 

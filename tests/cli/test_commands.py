@@ -57,7 +57,6 @@ BAD = [
     (("inspect", "--method", "cca:window=5,window=6"), "must name each setting once, got 'window' again"),
     (("compare", "--model", "./missing"), "model: no such folder"),
     (("compare", "--dtype", "int4"), "dtype must be one of"),
-    (("compare", "--device", "abacus"), "device must be one that can be used here (cpu"),
     (("compare", "--device", "mps"), "device must have float64"),
     (("inspect", "--method", "recall@2", "--method", "cca@2"), "layers 2 are named twice"),
     (("generate", "a", "--method", "@a.json", "--method", "cca@rest"), "stands alone, got @a.json cca@rest"),
@@ -203,8 +202,7 @@ def test_inspect_says_when_all_tokens_are_focal(tmp_path, setting, cause):
 @pytest.mark.parametrize(("config", "layers"), MIXED)
 def test_inspect_names_the_layers_that_have_attention(tmp_path, config, layers):
     config.save_pretrained(tmp_path)
-    said = ran("inspect", "--model", str(tmp_path), "--length", "4K").stdout
-    assert f"{layers}: recall: of 4096 tokens" in said
+    assert f"{layers}: recall: of 4096 tokens" in ran("inspect", "--model", str(tmp_path), "--length", "4K").stdout
 
 
 def test_inspect_counts_quantised_weights_as_they_are_stored(tmp_path):
@@ -215,8 +213,7 @@ def test_inspect_counts_quantised_weights_as_they_are_stored(tmp_path):
         assert "quantised, but counted in bfloat16: give a folder that" in ran("inspect", *arguments).stdout
     for name in ("model-00001-of-00002", "model-00002-of-00002", "consolidated"):
         (tmp_path / f"{name}.safetensors").write_bytes(bytes(10**5))
-    done = ran("inspect", *asked, "--json", str(tmp_path / "out.json"))
-    assert "counted in" not in done.stdout
+    assert "counted in" not in ran("inspect", *asked, "--json", str(tmp_path / "out.json")).stdout
     assert json.loads((tmp_path / "out.json").read_text())["results"]["weight_bytes"] == 2 * 10**5
 
 

@@ -43,8 +43,7 @@ def empty_state(method, length, **options):
 
 
 def take(method, state, token, backend="torch"):
-    call = call_of(step_settings(method), state, token, scale=SCALE)
-    return decode_step(call, method.represent, backend=backend)
+    return decode_step(call_of(step_settings(method), state, token, scale=SCALE), method.represent, backend=backend)
 
 
 def test_tokens_are_taken_back_from_larger_rings(method):

@@ -89,8 +89,7 @@ def stock(tmp_path_factory):
 @pytest.fixture(scope="module")
 def saved(stock, tmp_path_factory):
     path = tmp_path_factory.mktemp("saved")
-    model = condense.apply(LlamaForCausalLM.from_pretrained(stock), METHOD, layers=[0, 2])
-    model.save_pretrained(path)
+    condense.apply(LlamaForCausalLM.from_pretrained(stock), METHOD, layers=[0, 2]).save_pretrained(path)
     return path
 
 

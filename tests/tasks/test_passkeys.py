@@ -121,8 +121,7 @@ def varied_builder():
 @pytest.mark.parametrize("count", [1, 8, 72])
 def test_names_differ_and_share_words(count):
     keys = draw_keys(np.random.default_rng(0), WORDS, count, shared=True)
-    names = {(key.first, key.second) for key in keys}
-    assert len(names) == len({key.number for key in keys}) == count
+    assert len({(key.first, key.second) for key in keys}) == len({key.number for key in keys}) == count
     assert not {key.first for key in keys} & {key.second for key in keys}
     if count > 1:
         uses = Counter(word for key in keys for word in (key.first, key.second))

@@ -91,8 +91,7 @@ def adapt(folder, name, train, how):
         distill=0.5, packed=True, method=PACKED_METHOD,
     )  # fmt: skip
     if how == "refused":
-        (phase,) = config.phases
-        odd = dataclasses.replace(phase, batch_size=3)
+        odd = dataclasses.replace(config.phases[0], batch_size=3)
         refused("batch_size: wanted", dataclasses.replace(config, phases=(odd,)))
         return
     if how in ("begun", "killed"):

@@ -239,8 +239,7 @@ def test_the_text_part_of_a_model_of_several_parts_is_adapted(base):
     config = Gemma3Config(text_config=text, vision_config=vision | {"image_size": 28}, mm_tokens_per_image=4)
     saved_with_tokenizer(Gemma3ForConditionalGeneration(config), base / "parts")
     output = run_training(adaptation(base, "a", steps=1, pretrained=base / "parts", gradient_checkpointing=True))
-    model = AutoModelForCausalLM.from_pretrained(output)
-    assert condensed_layers(model)
+    assert condensed_layers(AutoModelForCausalLM.from_pretrained(output))
     assert "use_cache" not in json.loads((output / "config.json").read_text())
 
 

@@ -61,8 +61,7 @@ def test_plain_sequences_are_whole_documents_between_parts_of_two(tokenizer, bui
         positions = torch.cat([torch.arange(len(ids)) for ids in pieces])
         assert torch.equal(item["position_ids"], positions)
         assert torch.equal(item["loss_weights"], (positions > 0).float())
-    without_packing = TrainingSequences([builder], phase(packed=False), seed=(0,))[0]
-    assert without_packing.keys() == {"input_ids", "loss_weights"}
+    assert TrainingSequences([builder], phase(packed=False), seed=(0,))[0].keys() == {"input_ids", "loss_weights"}
 
 
 def test_hidden_numbers_and_questions_are_one_document(tokenizer, builder):
