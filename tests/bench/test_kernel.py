@@ -1,6 +1,5 @@
 """A whole kernel run on a CPU, and what happens to what is wrong or cannot run; the gate lets what is right through."""
 
-import itertools
 from functools import partial
 from unittest.mock import Mock
 
@@ -159,23 +158,20 @@ def inputs_of(dtype):
     return Setting(HeadShape(4, 2, 32, 32), 2, dtype, torch.device("cpu"), 0).inputs(150)
 
 
-@pytest.fixture(params=itertools.product(("whole", "part"), (torch.float32, torch.bfloat16)), ids=str)
-def inputs(request, monkeypatch):
-    """A problem that is checked at every query, or at some."""
-    if request.param[0] == "part":
-        monkeypatch.setattr(gate, "WHOLE", 64)
-        monkeypatch.setattr(gate, "PART", 16)
-    return inputs_of(request.param[1])
-
-
 def wronged(x):
     x = x.clone()
     x.view(-1)[-1] += x.abs().mean() + 0.5
     return x
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("longest", [gate.WHOLE, 64])
 @pytest.mark.parametrize("method", GATED.values(), ids=GATED)
-def test_the_gate_of_outputs_gradients_and_entries(method, inputs):
+def test_the_gate_of_outputs_gradients_and_entries(method, longest, dtype, monkeypatch):
+    """longest: tokens of a problem that is checked at every query; of longer ones, some are."""
+    monkeypatch.setattr(gate, "WHOLE", longest)
+    monkeypatch.setattr(gate, "PART", 16)
+    inputs = inputs_of(dtype)
     sources = pooled(method, inputs)
     of = {"q": inputs.q, "context": sources, "scale": inputs.scale, "method": method}
     out = attend_to(sources, inputs.q, scale=inputs.scale)[0]

@@ -24,6 +24,11 @@ def _mean(chunks):
     return k.mean(3), v.mean(3)
 
 
+class Means(condense.Method):
+    def represent(self, chunks, summary, *, scale, backend):
+        return _mean(chunks)
+
+
 @pytest.fixture(autouse=True)
 def registry(monkeypatch):
     """Names of methods that a test makes are free again after it."""
@@ -84,13 +89,10 @@ def test_attention(backend, method):
 
 def test_tuples_of_settings_survive_saving_and_lists_are_refused(tmp_path):
     @dataclass(frozen=True, kw_only=True)
-    class Weighted(condense.Method):
+    class Weighted(Means):
         name: ClassVar[str] = "weighted"
         weights: tuple[tuple[float, ...], ...] = ()
         layout = Layout(RULE)
-
-        def represent(self, chunks, summary, *, scale, backend):
-            return _mean(chunks)
 
     model = condense.apply(tiny.model("llama"), Weighted(weights=((0.5, 1.0), ())))
     model.save_pretrained(tmp_path)
@@ -105,15 +107,9 @@ def colder(request):
     """A model with a method whose own `attend` divides the scores by 3, and which kernels could pool."""
 
     @dataclass(frozen=True, kw_only=True)
-    class Colder(condense.Method):
+    class Colder(Means):
         name: ClassVar[str] = "colder"
-
-        @property
-        def layout(self):
-            return Layout(UniformRule(chunk=4, window=6), pooling=ChunkPooling("mean", "mean"))
-
-        def represent(self, chunks, summary, *, scale, backend):
-            return _mean(chunks)
+        layout = Layout(RULE, pooling=ChunkPooling("mean", "mean"))
 
         def attend(self, q, context, *, scale, **options):
             return super().attend(q, context, scale=scale / 3, **options)

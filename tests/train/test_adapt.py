@@ -131,7 +131,8 @@ def test_a_loss_goes_backward_once():
 
 
 def test_groups_grow_over_two_thirds_of_the_steps():
-    phase = PhaseConfig("p", 18, 128, 1, mix="condensed", method=METHOD, group_sizes=(4, 8))
+    text = "cca:group_size=16,window=16,summary=streaming"
+    phase = PhaseConfig("p", 18, 128, 1, mix="condensed", method=text, group_sizes=(4, 8))
     assert [phase.attention_at(step).group_size for step in range(18)] == [4] * 4 + [8] * 4 + [16] * 10
     assert phase.attention_at(0) == METHOD.replace(group_size=4)
     mixed = dataclasses.replace(phase, mix="alternate")

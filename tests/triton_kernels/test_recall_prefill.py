@@ -8,10 +8,9 @@ weight that they gave to the other groups, which is compared on its own.
 import math
 from dataclasses import dataclass, replace
 
-import lanes
 import pytest
 import torch
-from lanes import CUDA, DEVICE, DTYPES
+from lanes import CUDA, DEVICE, DTYPES, check
 from layers import Counting
 from oracles import latent_oracle, oracle
 from speed.budget import judge
@@ -455,7 +454,7 @@ def test_a_prompt_of_latents_is_what_the_definition_says(method, widths, chosen)
     def call(backend, *inputs):
         return [condense.latent_attention(*inputs, method=method, backend=backend, padding=padding)]
 
-    lanes.check(call, latent_oracle.random(2, 3, L, widths, torch.float32), [weights])
+    check(call, latent_oracle.random(2, 3, L, widths, torch.float32), [weights])
     assert len(chosen) == 1
     assert chosen[0].shape[1] == 1
 
