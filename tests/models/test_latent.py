@@ -22,12 +22,6 @@ DEFINED = [
 ]
 
 
-def as_latents(module, q, entries):
-    weight = module.kv_b_proj.weight.unflatten(0, (4, 14))
-    q, entries = q.detach(), entries.detach()[:, 0]
-    return latent_oracle.Latents(*q.split([8, 4], -1), *entries.split([12, 4], -1), weight[:, :8].mT, weight[:, 8:].mT)
-
-
 @pytest.mark.parametrize(("name", "method"), DEFINED)
 def test_layers_compute_the_definition_with_the_models_own_scale(monkeypatch, name, method):
     model = condense.apply(tiny.model(name), tiny.METHODS[method])
@@ -35,7 +29,7 @@ def test_layers_compute_the_definition_with_the_models_own_scale(monkeypatch, na
 
     def record(call, q, k, v, entries):
         out = stock(call, q, k, v, entries)
-        calls.append((call.module, q, entries, call.scale, out))
+        calls.append((call.module, q.detach(), entries.detach()[:, 0], call.scale, out))
         return out
 
     monkeypatch.setattr(models_attention, "condensed_latents", record)
@@ -44,10 +38,12 @@ def test_layers_compute_the_definition_with_the_models_own_scale(monkeypatch, na
     for module, q, entries, scale, out in calls:
         assert scale == module.scaling
         assert (abs(scale * 12**0.5 - 1) > 0.1) == (name == "deepseek_v2")  # YaRN's own
-        want, _ = latent_oracle.attention(as_latents(module, q, entries), method=tiny.METHODS[method], scale=scale)
+        weight = module.kv_b_proj.weight
+        w_uk, w_uv = weight.unflatten(0, (4, 14)).mT.split([8, 6], -1)
+        latents = latent_oracle.Latents(*q.split([8, 4], -1), *entries.split([12, 4], -1), w_uk, w_uv)
+        want, _ = latent_oracle.attention(latents, method=tiny.METHODS[method], scale=scale)
         torch.testing.assert_close(out, want, rtol=1e-11, atol=1e-11)
         # the up-projection makes the new tokens' keys and values, the representatives' and the pooling weights
-        weight = module.kv_b_proj.weight
         got, want = (torch.autograd.grad(x.square().sum(), weight, retain_graph=True) for x in (out, want))
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
 

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from layers import extend, read_request, read_whole
+from layers import columns, extend, read, read_whole
 from oracles import oracle
 
 import condense
@@ -189,20 +189,18 @@ def test_what_is_read_is_what_is_kept_to_the_bit(bits, dtype):
 @pytest.mark.parametrize("fixed", [False, True], ids=["grow", "fix"])
 def test_pieces_before_the_first_entry_read_none(fixed):
     """Buffers without entries hold rows of bytes already, and so does a growing layer that took all of them back."""
-    (q, k, v), method = inputs(torch.float64), POOLED.replace(entry_bits=4)
+    qkv, method = inputs(torch.float64), POOLED.replace(entry_bits=4)
     layer = StaticCondensedLayer(method, 41) if fixed else CondensedLayer(method)
-    want = method.attend(q, read_whole(method, q, k, v, scale=SCALE), scale=SCALE)[0]
+    want = condense.attention(*qkv, method=method, scale=SCALE)
 
-    def read(*ends):
+    def check(*ends):
         for start, stop in itertools.pairwise(ends):
-            part = [x[:, :, start:stop] for x in (q, k, v)]
-            context = layer.read(*part[1:], read_request(part[0], scale=SCALE))
-            got = method.attend(part[0], context, scale=SCALE)[0]
+            got = read(layer, columns(qkv, start, stop), scale=SCALE)
             torch.testing.assert_close(got, want[:, :, start:stop], rtol=0, atol=1e-12)
 
     if not fixed:
-        read(0, 5, 12)
+        check(0, 5, 12)
         layer.crop(-8)
-        read(4, 6)
+        check(4, 6)
         layer.reset()
-    read(0, 2, 5, 8, 12, 41)
+    check(0, 2, 5, 8, 12, 41)

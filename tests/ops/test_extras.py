@@ -10,6 +10,7 @@ from oracles import oracle
 import condense
 from condense.caches import StaticCondensedLayer
 from condense.ops import Extras, NewToken, Problem, resolve_backend
+from condense.ops.hopper import limits
 from condense.ops.reference.operations import visible
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
@@ -132,8 +133,6 @@ def test_low_precision(extras):
 
 
 def test_hopper_has_no_soft_cap(monkeypatch):
-    from condense.ops.hopper import limits
-
     gpu = type("Gpu", (), {"capability": (9, 0), "multiprocessors": 1})()
     monkeypatch.setattr(limits, "gpu_of", lambda device: gpu)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
