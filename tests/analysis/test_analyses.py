@@ -110,8 +110,7 @@ def test_distances_one_by_one(monkeypatch, name, method):
             want = torch.stack([norms.mean(), distances.mean(), distances.mean() / norms.mean(), distances.max()])
             torch.testing.assert_close(got, want.detach(), rtol=1e-10, atol=1e-10)
     assert result.keys.largest == max(layer.keys.largest for layer in result.layers)
-    mean = sum(layer.values.deviation for layer in result.layers) / 3
-    assert abs(result.values.deviation - mean) < 1e-12
+    assert abs(result.values.deviation - sum(layer.values.deviation for layer in result.layers) / 3) < 1e-12
 
 
 def test_stretches_spread_and_do_not_overlap():
@@ -223,8 +222,8 @@ def test_the_command_writes_a_choice_of_methods(tmp_path):
     refused("take a longer text or a smaller sink and window", "patterns", *short)
 
 
-def _measured(monkeypatch, model, method):
-    """The report of `measure_recall`, and q, k and the open groups of every layer as attention itself had them."""
+def test_shares_of_recall_token_by_token_and_hits(monkeypatch):
+    """Held to q, k and the open groups of every layer as attention itself had them."""
     seen, opened, attend = watched(monkeypatch), {}, Recall.attend
 
     def spy(self, q, context, *, scale, **kwargs):
@@ -235,11 +234,7 @@ def _measured(monkeypatch, model, method):
         return attend(self, q, context, scale=scale, **kwargs)
 
     monkeypatch.setattr(Recall, "attend", spy)
-    return measure_recall(model, method, [TEXT], len(TEXT), steps=STEPS, slots=(3, 5)), seen, opened
-
-
-def test_shares_of_recall_token_by_token_and_hits(monkeypatch):
-    reports, seen, opened = _measured(monkeypatch, tiny.model("llama"), METHOD)
+    reports = measure_recall(tiny.model("llama"), METHOD, [TEXT], len(TEXT), steps=STEPS, slots=(3, 5))
     assert [report.layer for report in reports] == list(range(tiny.NUM_LAYERS))
     for report in reports:
         call, q, k, _ = seen[report.layer][-1]

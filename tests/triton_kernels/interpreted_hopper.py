@@ -13,11 +13,6 @@ from triton_kernels.interpreted_gluon import number
 from condense.ops.hopper import attend_forward, pipeline, recall_attend
 
 
-def _raw(x):
-    """A torch tensor of 16 bits as numpy sees it, without a copy."""
-    return x.view(torch.int16).numpy().view(np.float16 if x.dtype == torch.float16 else np.uint16)
-
-
 class Descriptor:
     """A TMA descriptor, whose fields `condense.ops.triton.launch.descriptor` sets."""
 
@@ -102,7 +97,8 @@ def _hopper(warps):
         barrier.count = barrier.pending = number(count)
 
     def copy(source, at, barrier, place):
-        raw, at = _raw(source.base), [number(x) for x in at]
+        kind = np.float16 if source.base.dtype == torch.float16 else np.uint16
+        raw, at = source.base.view(torch.int16).numpy().view(kind), [number(x) for x in at]
         block = np.zeros(source.block_shape, raw.dtype)
         found = raw[tuple(slice(x, x + n) for x, n in zip(at, source.block_shape, strict=True))]
         block[tuple(slice(n) for n in found.shape)] = found  # 0 past the ends
