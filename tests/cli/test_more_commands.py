@@ -164,41 +164,31 @@ def saved(tmp_path_factory):
     return saved_with_tokenizer(model, tmp_path_factory.mktemp("model") / "tiny")
 
 
-@pytest.fixture(scope="module")
-def allocation(saved, tmp_path_factory):
-    path = tmp_path_factory.mktemp("calibration") / "a.json"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("COLUMNS", "60")
-        words = ["--budget-nats", "1", "--length", "160", "--texts", "2", "--hidden-numbers", "1", "--min-found", "0"]
-        words += ["--candidate=dense", "--candidate=cca:window=16"]
-        words += ["--candidate=recall:window=16,num_recall=2,store=host,slots=2"]
-        files = ("--output", str(path), "--plot", str(path.with_suffix(".png")))
-        done = ran("calibrate", "--model", str(saved), *words, *files)
+def test_what_a_calibration_says_and_its_files(saved, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    path, results = tmp_path / "a.json", tmp_path / "layers.json"
+    words = ["--budget-nats", "1", "--length", "160", "--texts", "2", "--hidden-numbers", "1", "--min-found", "0"]
+    words += ["--candidate=dense", "--candidate=cca:window=16"]
+    words += ["--candidate=recall:window=16,num_recall=2,store=host,slots=2"]
+    files = ("--output", str(path), "--plot", str(path.with_suffix(".png")))
+    done, content = ran("calibrate", "--model", str(saved), *words, *files), json.loads(path.read_text())
     assert "forwards of 160 tokens" in done.stderr
     assert f"{path.with_suffix('.measured.json')} keeps what is measured\n" in done.stderr
     assert f"written: {path}" in done.stdout
     assert "\N{HORIZONTAL ELLIPSIS}" not in done.stdout  # no figure is cut off
-    kept = json.loads(path.read_text())["calibration"]["chosen"]["cache"]
-    assert f"chosen, {kept:.1%} of the dense cache: " in done.stdout
+    assert f"chosen, {content['calibration']['chosen']['cache']:.1%} of the dense cache: " in done.stdout
     for said in ("each layer alone", "quality against cache at 160 tokens", "found", "on held-out text: loses"):
         assert said in done.stdout
     assert "fewer than" not in done.stdout
-    return path
-
-
-def test_the_files_of_a_calibration(saved, allocation, tmp_path):
-    content = json.loads(allocation.read_text())
-    assert sorted(i for part in content["methods"] for i in part["layers"]) == [0, 1, 2]
     assert content["calibration"]["provenance"]["torch"] == torch.__version__
-    assert allocation.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-    assert json.loads(allocation.with_suffix(".measured.json").read_text())["readings"]
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads(path.with_suffix(".measured.json").read_text())["readings"]
     # other commands read the allocation
-    options = ("--model", str(saved), "--method", f"@{allocation}")
-    methods = {i: part["method"] for part in json.loads(allocation.read_text())["methods"] for i in part["layers"]}
-    results = tmp_path / "layers.json"
+    options = ("--model", str(saved), "--method", f"@{path}")
+    methods = sorted((i, part["method"]) for part in content["methods"] for i in part["layers"])
     ran("inspect", *options, "--length", "1000", "--json", str(results))
     layers = json.loads(results.read_text())["results"]["layers"]
-    assert [layer["method"] for layer in layers] == [methods[i] for i in range(3)]
+    assert [*enumerate(layer["method"] for layer in layers)] == methods
     ran("generate", "A walk", *options, "--max-new-tokens", "2")
 
 
