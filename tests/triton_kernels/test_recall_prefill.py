@@ -5,7 +5,9 @@ kernels opened other groups, the shares are compared; and attention is compared 
 weight that they gave to the other groups, which is compared on its own.
 """
 
+import functools
 import math
+import weakref
 from dataclasses import dataclass, replace
 
 import pytest
@@ -273,12 +275,23 @@ def test_of_equal_scores_the_lower_groups_are_opened(chosen, L, start, r, first,
 
 
 def test_blocks_of_queries_and_later_tokens_change_no_bit(chosen, monkeypatch):
-    problem = Problem(Case((2, 1), L=25))
+    problem, words = Problem(Case((2, 1), L=25)), []
     whole = problem.attend(problem.inputs, problem.choice(), "triton")
     limits = (recall_choice, "_SCRATCH"), (recall_attend, "_SCRATCH"), (attend_call, "_WORDS")
     for module, name in limits:
         monkeypatch.setattr(module, name, 1)
+
+    def alone(make, *args):
+        """What ``make`` returns, once no words of a block before are left."""
+        assert all(word() is None for word in words)
+        made = make(*args)
+        words.append(weakref.ref(getattr(made, "words", made)))
+        return made
+
+    for module, name in ((attend_call, "opened"), (recall_attend, "marked")):
+        monkeypatch.setattr(module, name, functools.partial(alone, getattr(module, name)))
     parts = problem.attend(problem.inputs, problem.choice(), "triton")
+    assert len(words) > 4
     assert torch.equal(chosen[0], chosen[1])
     assert all(torch.equal(x, y) for x, y in zip(whole, parts, strict=True))
     method, n = METHOD.replace(num_recall=0.3, min_recall=1), 30

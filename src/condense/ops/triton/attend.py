@@ -131,6 +131,7 @@ def _forward(call: AttendCall) -> tuple[Tensor, Tensor]:
     with on_device_of(call.q):
         for block in call.blocks(tiles.rows // launches.R):
             launches.by_rows(_FORWARD, tiles, block, (out, lse))
+            del block  # before the next one is made
     return out, lse
 
 
