@@ -114,7 +114,7 @@ def claims(documents: Documents) -> list[str]:
         f"first token came after {text(firsts[0], 's')} in vLLM and {text(firsts[1], 's')} in",
         f"one request took {text(one['condensed'], 'ms')} a token",
         f"dense attention {text(one['dense'], 'ms')};",
-        f"the most was {most['condensed']:.0f} tokens a second, dense {most['dense']:.0f}",
+        f"the most was {most['condensed']:,.0f} tokens a second, dense {most['dense']:.0f}",
     ]
 
 

@@ -129,6 +129,14 @@ def test_is_one_well_formed_operation(kind):
     entries_k, entries_v = k[:, :, 3::4].detach().requires_grad_(), v[:, :, 3::4].detach().requires_grad_()
     call = attend_call.call_of(q, two_sources(entries_k, entries_v, k, v, 0.5), spans, 0.3)
     torch.library.opcheck(triton_attend.ATTENTION.operation, tuple(call))
+    with torch.no_grad():
+        out, lse = triton_attend.ATTENTION.operation(*call)
+        # torch.compile may keep the output in another layout than the kernel's
+        one, other = (
+            triton_attend.attend_backward(x.cos(), lse, x, lse, *call)
+            for x in (out, out.clone(memory_format=torch.contiguous_format))
+        )
+    assert all(torch.equal(x, y) for x, y in zip(one, other, strict=True))
 
 
 def test_without_a_gradient_the_function_inside_the_operation_runs():

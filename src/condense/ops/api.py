@@ -1,7 +1,7 @@
 """The operations that all methods share: each checks its arguments, chooses a backend and calls it.
 
 All raise ValueError for an unknown backend, and for an explicit one that has kernels for the operation but cannot run
-them here; for groups stored in 16 bits, which need no kernels, the backend is not looked at.
+them here; for stored groups of 16 bits that need no kernels the backend is not looked at.
 
 Shapes: B rows, H query heads, K KV heads, L queries, N entries of a source, D key width,
 Dv value width, G groups of c tokens or spans of queries, Q mean queries kept from earlier calls.

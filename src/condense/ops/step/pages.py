@@ -74,7 +74,7 @@ class PagedSlots(NamedTuple):
     table of the request in its place leads to that record and the record has that stamp: a record is not copied
     between two writes with one stamp, so it still holds what was copied.
 
-    slots uint8 ``[R, K, S * g, C]``, held and order int32 ``[R, K, S]``: as in `condense.ops.step.StepState`. tags
+    slots ``[R, K, S * g, C]``, held and order int32 ``[R, K, S]``: as in `condense.ops.step.StepState`. tags
     int32 ``[R, K, S, 2]``: number of the record in each slot (its page times the slots of a page, plus its slot in the
     page), and its stamp. clock int32 ``[1]``.
     """

@@ -210,7 +210,7 @@ def attend_fwd_kernel(
     KIND: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr, OPEN: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr,
 ):  # fmt: skip
-    """Write out and natural log-sum-exp, as `condense.ops.triton.attend_call.results` makes them. scale > 0, base 2.
+    """Write output and natural log-sum-exp, as `condense.ops.triton.attend_call.results` makes them. scale > 0, base 2.
 
     OPEN: the `OpenForm` if queries open groups, else None. Without it store (pointers to its keys and values, which are
     read without descriptors), s_store, lists (see `groups_of`), choosers and room (length of a list) are None too.
