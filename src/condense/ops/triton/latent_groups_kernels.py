@@ -24,7 +24,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
-from condense.ops.triton.device.address import form_place, part_at, place_row
+from condense.ops.triton.device.address import form_place, of_group
 from condense.ops.triton.device.signs import index_widths
 from condense.ops.triton.limits import LATENT_WIDTHS
 from condense.ops.triton.recall_choice_kernels import wanted_groups
@@ -192,12 +192,6 @@ def _row(kept, n, FAR: gl.constexpr):
 
 
 @gluon.jit
-def _stored(kept, row, FORM: gl.constexpr, FAR: gl.constexpr):
-    """Pointers to the pieces of groups in the store. row: from `_row`."""
-    return kept.store + (row * FORM.piece if FAR is None else part_at(kept.store, place_row(row, FAR, True)))
-
-
-@gluon.jit
 def _slot(kept, place, FORM: gl.constexpr):
     """Pointers to slots. place: from `_find_slots` of `condense.ops.triton.recall_step_choice_kernels`, >= 0."""
     return kept.slots + (place >> 1).to(gl.int64) * FORM.piece
@@ -218,7 +212,8 @@ def _copy_new(kept, work, FORM: gl.constexpr, FAR: gl.constexpr):
         n = start + gl.arange(0, _COPIED, gl.SliceLayout(1, layout))
         place = gl.load(kept.places + n, mask=n < work.behind, other=-1)
         is_new = (place >= 0) & (place % 2 == 1)
-        piece = _stored(kept, _row(kept, gl.minimum(n, work.behind - 1), FAR), FORM, FAR)
+        row = _row(kept, gl.minimum(n, work.behind - 1), FAR)
+        piece = of_group(kept.store, row, FORM.piece, FAR, True)
         there = is_new[:, None] & (i < WORDS)
         words = gl.load(piece.to(of)[:, None] + i, mask=there)
         gl.store(_slot(kept, place, FORM).to(of)[:, None] + i, words, mask=there)
@@ -230,15 +225,12 @@ def _found(kept, n, HAS_SLOTS: gl.constexpr, FORM: gl.constexpr, FAR: gl.constex
     """The `_Where` of the groups at index n of the open ones."""
     columns: gl.constexpr = index_widths(FORM.g, FORM.D)
     row = _row(kept, n, FAR)
-    piece = _stored(kept, row, FORM, FAR)
+    piece = of_group(kept.store, row, FORM.piece, FAR, True)
     if HAS_SLOTS:
         place = gl.load(kept.places + n)
         piece = gl.where(place >= 0, _slot(kept, place, FORM), piece)
-    if FAR is None:
-        return _Where(piece, kept.signs + row * columns[0], kept.steps + row * columns[1])
-    else:
-        record = place_row(row, FAR)
-        return _Where(piece, kept.signs + part_at(kept.signs, record), kept.steps + part_at(kept.steps, record))
+    signs = of_group(kept.signs, row, columns[0], FAR)
+    return _Where(piece, signs, of_group(kept.steps, row, columns[1], FAR))
 
 
 @triton.constexpr_function
@@ -278,14 +270,6 @@ def _load_words(where, row, are_tokens, PART: gl.constexpr, FORM: gl.constexpr):
 
 
 @gluon.jit
-def _load_unit(where, row, are_tokens, FORM: gl.constexpr):
-    """Scale of each row's decoded numbers, float32 ``[64]``. where: `_Where` of the rows' groups."""
-    of: gl.constexpr = gl.pointer_type(where.steps.dtype.element_ty)
-    at = (where.piece + FORM.steps_at).to(of) + row % FORM.g
-    return 2 * gl.load(gl.where((row < 0) | are_tokens, at, where.steps + FORM.g)).to(gl.float32)
-
-
-@gluon.jit
 def _groups(work, t, row, g: gl.constexpr):
     """Index, among the open groups, of the group of each row of tile t."""
     token = t - work.centres
@@ -305,10 +289,14 @@ def _load_tile(kept, work, t, HAS_SLOTS: gl.constexpr, FORM: gl.constexpr, FAR: 
         row = gl.arange(0, ROWS, _of_rows(part, FORM.D, W))
         n = gl.minimum(_groups(work, t, row, FORM.g), work.behind - 1)
         x = _load_words(_found(kept, n, HAS_SLOTS, FORM, FAR), row, are_tokens, part, FORM)
-        codes, signs = codes + (x[0],), signs + (x[1],)  # noqa: RUF005
+        codes += (x[0],)
+        signs += (x[1],)
     row = gl.arange(0, ROWS, _of_rows(2, FORM.D, W))
-    n = gl.minimum(_groups(work, t, row, FORM.g), work.behind - 1)
-    return _Vectors(codes, signs, _load_unit(_found(kept, n, HAS_SLOTS, FORM, FAR), row, are_tokens, FORM))
+    where = _found(kept, gl.minimum(_groups(work, t, row, FORM.g), work.behind - 1), HAS_SLOTS, FORM, FAR)
+    of: gl.constexpr = gl.pointer_type(where.steps.dtype.element_ty)
+    at = (where.piece + FORM.steps_at).to(of) + row % FORM.g
+    unit = 2 * gl.load(gl.where((row < 0) | are_tokens, at, where.steps + FORM.g)).to(gl.float32)
+    return _Vectors(codes, signs, unit)
 
 
 @triton.constexpr_function

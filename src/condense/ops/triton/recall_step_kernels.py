@@ -23,6 +23,7 @@ import triton.language as tl
 
 from condense.ops.triton import recall_store_kernels as stores
 from condense.ops.triton.device import address, lane_tokens, lanes
+from condense.ops.triton.device.address import of_group
 from condense.ops.triton.device.codes import MIDDLE, from_words, to_words
 from condense.ops.triton.device.parts import load_rows, parts, products, tile_width, zeros
 from condense.ops.triton.device.signs import block_width, index_widths, rotated_part
@@ -51,6 +52,13 @@ def _load_part(at, LO: tl.constexpr, N: tl.constexpr):
         return tl.load(at[:, None] + d[None, :])  # [n, P]
     else:
         return tl.load(at[:, None] + d[None, :], mask=(d < LO + N)[None, :], other=0.0)
+
+
+@triton.jit
+def _load_rows(at, D0: tl.constexpr, D1: tl.constexpr):
+    """Load whole rows in parts; as `load_rows` does, but rows found by pointers take fewer instructions here."""
+    first = _load_part(at, 0, D0)
+    return parts(first, _load_part(at, D0, D1) if D1 > 0 else None)
 
 
 @triton.jit
@@ -90,7 +98,7 @@ def _add(softmax, s, v, step, PRECISION: tl.constexpr):
     acc = ()
     for part in tl.static_range(len(v)):
         x = softmax.acc[part] * alpha[None, :]  # [columns, BR]
-        acc = acc + (tl.dot(tl.trans(v[part]), weights, x, input_precision=PRECISION),)  # noqa: RUF005
+        acc += (tl.dot(tl.trans(v[part]), weights, x, input_precision=PRECISION),)
     return Softmax(acc, m, softmax.total * alpha[None, :] + p), p, alpha
 
 
@@ -111,21 +119,6 @@ def _open_groups(opened, n, FAR: tl.constexpr):
 
 
 @triton.jit
-def _of_group(ptr, row, SIZE: tl.constexpr, FAR: tl.constexpr, STORED: tl.constexpr = False):
-    """Pointers to the data of groups, SIZE elements each. row: from `_open_groups`. STORED: as in `place_row`."""
-    return ptr + (row * SIZE if FAR is None else address.part_at(ptr, address.place_row(row, FAR, STORED)))
-
-
-@triton.jit
-def _load_centres(opened, n, dtype: tl.constexpr, FORM: tl.constexpr, EARLY: tl.constexpr, FAR: tl.constexpr):
-    """Centres of open groups n as `load_centres` returns them, and the value of 1 in each, float32 ``[n]``."""
-    columns: tl.constexpr = index_widths(FORM.g, FORM.D)
-    row = _open_groups(opened, n, FAR)
-    x = stores.load_centres(_of_group(opened.signs, row, columns[0], FAR), dtype, FORM, EARLY)
-    return x, 2 * tl.load(_of_group(opened.steps, row, columns[1], FAR) + FORM.g).to(tl.float32)
-
-
-@triton.jit
 def _put_bases(
     base_ptr, q, opened, first, last, inside, FORM: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
     FAR: tl.constexpr,
@@ -134,9 +127,12 @@ def _put_bases(
     the program can read them. base_ptr ``[BR]``: where each query head's products begin, one per open group. inside
     ``[BR]``: which query heads exist.
     """
+    columns: tl.constexpr = index_widths(FORM.g, FORM.D)
     for start in range(first, last, 16):
         n = start + tl.arange(0, 16)
-        x, unit = _load_centres(opened, n, q[0].dtype, FORM, EARLY, FAR)  # [16, P], [16]
+        row = _open_groups(opened, n, FAR)
+        x = stores.load_centres(of_group(opened.signs, row, columns[0], FAR), q[0].dtype, FORM, EARLY)  # [16, P]
+        unit = 2 * tl.load(of_group(opened.steps, row, columns[1], FAR) + FORM.g).to(tl.float32)  # [16]
         s = _scores(q, x, PRECISION) * unit[:, None]  # [16, BR]
         tl.store(base_ptr[None, :] + n[:, None], s, mask=inside[None, :] & (n < last)[:, None])
     tl.debug_barrier()
@@ -149,7 +145,7 @@ def _lane_bases(base_ptr, n, last, inside):
     """
     base = ()
     for s in tl.static_range(len(base_ptr)):
-        base = base + (tl.load(base_ptr[s] + n, mask=inside[s] & (n < last), other=0.0),)  # noqa: RUF005
+        base += (tl.load(base_ptr[s] + n, mask=inside[s] & (n < last), other=0.0),)
     return base
 
 
@@ -157,7 +153,7 @@ def _lane_bases(base_ptr, n, last, inside):
 def _load_lanes(opened, row, store_ptr, e, FORM: tl.constexpr, FAR: tl.constexpr):
     """Load the `LaneGroup` of an open group. row: from `_open_groups`."""
     columns: tl.constexpr = index_widths(FORM.g, FORM.D)
-    piece, signs = _of_group(store_ptr, row, FORM.piece, FAR, True), _of_group(opened.signs, row, columns[0], FAR)
+    piece, signs = of_group(store_ptr, row, FORM.piece, FAR, True), of_group(opened.signs, row, columns[0], FAR)
     return lane_tokens.load_group(piece, signs, e, opened.steps.dtype.element_ty, FORM)
 
 
@@ -198,13 +194,6 @@ def _with_lanes(softmax, sums):
     first = (tl.arange(0, softmax.total.shape[0]) == 0)[:, None]
     total = softmax.total * before[None, :] + tl.where(first, (total * now)[None, :], 0.0)
     return Softmax((softmax.acc[0] * before[None, :] + acc * now[None, :],), larger, total)
-
-
-@triton.jit
-def _rotated(softmax, rotation_ptr, FORM: tl.constexpr):
-    """The softmax with its sums ``[BR, V]`` of latents rotated, as sums over stored latents are."""
-    acc = rotated_part(softmax.acc[0], rotation_ptr, 0, FORM.V0, FORM.D, False, "tf32x3")
-    return Softmax((acc * (1 / block_width(FORM.D)),), softmax.m, softmax.total)
 
 
 class Centres(namedtuple("Centres", "score top total splits")):
@@ -374,40 +363,33 @@ def recall_attend_kernel(
             at_k, at_v = at_k * D, at_k * DV
         else:
             at_k, at_v = place, place
-        k_at = ring_k_ptr + at_k
-        k = parts(_load_part(k_at, 0, FORM.D0), None)  # [BN, P]
-        if FORM.D1 > 0:
-            k = parts(k[0], _load_part(k_at, FORM.D0, FORM.D1))
-        v = (k[0],)
-        if DV > 0:
-            v_at = ring_v_ptr + at_v
-            v = parts(_load_part(v_at, 0, FORM.V0), None)
-            if FORM.V1 > 0:
-                v = parts(v[0], _load_part(v_at, FORM.V0, FORM.V1))
+        k = _load_rows(ring_k_ptr + at_k, FORM.D0, FORM.D1)  # [BN, D]
+        v = (k[0],) if DV == 0 else _load_rows(ring_v_ptr + at_v, FORM.V0, FORM.V1)
         offset = tl.where(n < tokens, 0.0, float("-inf"))
         softmax = _add_keys(softmax, q, k, v, offset, scale, CAP, PRECISION)
         if NEAR is not None:
             place = address.tile_in_pages(near_ptr, first, tokens, tile + 1, BN, NEAR)
+    # three products of tf32 are as exact as one of float32
+    EXACT: tl.constexpr = "ieee" if PRECISION == "ieee" else "tf32x3"
+    if FORM.bits < 16 and DV == 0:
+        # sums over stored latents are of rotated ones
+        acc = rotated_part(tl.trans(softmax.acc[0]), rotation_ptr, 0, FORM.V0, D, False, EXACT)
+        softmax = Softmax((tl.trans(acc * (1 / block_width(D))),), softmax.m, softmax.total)
     if APART:
-        near = Softmax((tl.trans(softmax.acc[0]),), softmax.m, tl.sum(softmax.total, 0))
-        store_part(part_ptr, lse_ptr, _rotated(near, rotation_ptr, FORM), part_row, r < R, FORM.V0, FORM.V1)
+        near = Softmax(_transposed(softmax.acc), softmax.m, tl.sum(softmax.total, 0))
+        store_part(part_ptr, lse_ptr, near, part_row, r < R, FORM.V0, FORM.V1)
         # the next kernel joins the splits of both kernels, and rotates the result back
         after_the_last(EARLY)
         return
-    # three products of tf32 are as exact as one of float32
-    EXACT: tl.constexpr = "ieee" if PRECISION == "ieee" else "tf32x3"
     # sums of unscaled codes would be too large or too small for float16
     WORDS: tl.constexpr = stores.in_words(FORM) and not q_ptr.dtype.element_ty.is_fp16()
     if FORM.bits < 16:
-        # keys of the store are rotated, and so are values that are columns of keys. Rotated queries are divided by the
-        # width of the rotation's blocks, and products multiplied by it, so that float16 holds all numbers
+        # keys of the store are rotated. Rotated queries are divided by the width of the rotation's blocks, and products
+        # multiplied by it, so that float16 holds all numbers
         is_rotated = (r < R) & (count > 0)  # before the first group closes, rotated queries may not be written
         rotated = load_rows(rotated_ptr + head * R * D, r.to(tl.int64) * D, is_rotated, FORM.D0, FORM.D1)
         q = [(x * (1 / block_width(D))).to(q[0].dtype) for x in rotated]
         scale *= block_width(D)
-        if DV == 0:
-            acc = rotated_part(tl.trans(softmax.acc[0]), rotation_ptr, 0, FORM.V0, D, False, EXACT)
-            softmax = Softmax((tl.trans(acc * (1 / block_width(D))),), softmax.m, softmax.total)
     place_ptr += head * most_opened
     store_ptr += address.head_rows(store_ptr, head, kvh, N // g, FORM.piece, FAR, True)
     columns: tl.constexpr = index_widths(g, D)
@@ -451,8 +433,8 @@ def recall_attend_kernel(
         row = _open_groups(opened, lo // PARTS * BG + n, FAR)
         for tile in range(lo, hi):
             at, start = tile // PARTS * BG + n, tile % PARTS * T
-            piece = _of_group(store_ptr, row, FORM.piece, FAR, True)
-            signs, steps = _of_group(signs_ptr, row, columns[0], FAR), _of_group(steps_ptr, row, columns[1], FAR)
+            piece = of_group(store_ptr, row, FORM.piece, FAR, True)
+            signs, steps = of_group(signs_ptr, row, columns[0], FAR), of_group(steps_ptr, row, columns[1], FAR)
             pieces = stores.Pieces(piece, piece, n < 0, signs, steps)
             row = _open_groups(opened, (tile + 1) // PARTS * BG + n, FAR)
             if HAS_SLOTS:

@@ -13,7 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from condense.ops.recall.index import CENTRE_LEVELS
 from condense.ops.triton.device import lane_signs, lanes, sign_pieces
-from condense.ops.triton.device.address import form_place, head_rows, part_at, place_row
+from condense.ops.triton.device.address import form_place, group_at, head_rows
 from condense.ops.triton.device.lane_signs import COUNT
 from condense.ops.triton.device.lanes import HEADS
 from condense.ops.triton.device.parts import tile_width
@@ -37,21 +37,15 @@ def _found(far_ptr, group, closed, FAR: tl.constexpr):
 
 
 @triton.jit
-def _of_index(ptr, row, SIZE: tl.constexpr, FAR: tl.constexpr):
-    """Offsets in ``ptr`` of the data of groups, SIZE elements each. row: from `_found`."""
-    return row.to(tl.int64) * SIZE if FAR is None else part_at(ptr, place_row(row, FAR))
-
-
-@triton.jit
 def _load_steps(steps_ptr, row, i, closed, g: tl.constexpr, FAR: tl.constexpr):
     """Load steps of tokens i of groups, float32; i = g is the centre's. 0 if no group is closed. row: from `_found`."""
-    return tl.load(steps_ptr + _of_index(steps_ptr, row, g + 1, FAR) + i, mask=closed > 0, other=0.0).to(tl.float32)
+    return tl.load(steps_ptr + group_at(steps_ptr, row, g + 1, FAR) + i, mask=closed > 0, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _signs_at(signs_ptr, row, i, g: tl.constexpr, D: tl.constexpr, FAR: tl.constexpr):
     """Offsets of the sign bytes of tokens i of groups; i = g gives the centre's codes. row: from `_found`."""
-    return _of_index(signs_ptr, row, index_widths(g, D)[0], FAR) + i * sign_bytes(D)
+    return group_at(signs_ptr, row, index_widths(g, D)[0], FAR) + i * sign_bytes(D)
 
 
 @triton.jit
@@ -83,11 +77,11 @@ def _load_lanes(signs_ptr, steps_ptr, row, e, g: tl.constexpr, D: tl.constexpr, 
         first, second = lanes.from_lane(row, 4 * i), lanes.from_lane(row, 4 * i + 4)
         for of_group in tl.static_range(2):
             at = signs_ptr + e % 32 * 4 + _signs_at(signs_ptr, second if of_group else first, 0, g, D, FAR)
-            signs = signs + (lanes.load_pair(at, 128),)  # noqa: RUF005
-        at = _of_index(steps_ptr, tl.where(e % 4 < 2, first, second), g + 1, FAR) + e // 4 % 8 + e % 2 * 8
-        steps = steps + (tl.load(steps_ptr + at),)  # noqa: RUF005
+            signs += (lanes.load_pair(at, 128),)
+        at = group_at(steps_ptr, tl.where(e % 4 < 2, first, second), g + 1, FAR) + e // 4 % 8 + e % 2 * 8
+        steps += (tl.load(steps_ptr + at),)
     words = lanes.load_four(signs_ptr + e % 4 * 16 + _signs_at(signs_ptr, row, g, g, D, FAR))
-    return signs, steps, words, tl.load(steps_ptr + _of_index(steps_ptr, row, g + 1, FAR) + g)
+    return signs, steps, words, tl.load(steps_ptr + group_at(steps_ptr, row, g + 1, FAR) + g)
 
 
 @triton.jit
@@ -101,7 +95,7 @@ def _steps_of_tokens(steps):
     for pair in tl.static_range(0, 4, 2):
         found = lanes.of_quads(steps[pair], steps[pair + 1])
         for i in tl.static_range(4):
-            result = result + ((found[i % 2 * 2][i // 2], found[i % 2 * 2 + 1][i // 2]),)  # noqa: RUF005
+            result += ((found[i % 2 * 2][i // 2], found[i % 2 * 2 + 1][i // 2]),)
     return result
 
 
@@ -114,18 +108,20 @@ def _lane_scores(kept, planes, numbers, total, e):
     best, steps = (), _steps_of_tokens(steps)
     for i in tl.static_range(8):
         first, second = lane_signs.sign_products(signs[i][0], signs[i][1], total * -COUNT, planes)
-        best = best + (tl.maximum(first * steps[i][0], second * steps[i][1]),)  # noqa: RUF005
+        best += (tl.maximum(first * steps[i][0], second * steps[i][1]),)
     # a centre's number is ``2 * code - _CENTRE``; the product with codes comes multiplied by 2 ** -20
     centre = lane_signs.centre_product(words, numbers) * 2.0**21 - total * _CENTRE
     return lanes.largest_of_rows(best, e) * (1 / COUNT), centre * unit.to(tl.float32)
 
 
 @triton.jit
-def _added(top, total, s):
-    """Update the largest scores and the sums of ``2 ** (score - largest)`` by scores s; -inf stands for no score.
+def _put_scores(at, s, there, top, total):
+    """Store scores s where ``there``; return the largest scores and the sums of ``2 ** (score - largest)`` with them.
 
     Each place in a tile keeps its own: reducing every tile would make warps wait for each other.
     """
+    tl.store(at, s, mask=there)
+    s = tl.where(there, s, float("-inf"))
     larger = tl.maximum(top, s)
     safe = tl.where(larger == float("-inf"), 0.0, larger)
     return larger, total * tl.exp2(top - safe) + tl.exp2(s - safe)
@@ -133,7 +129,7 @@ def _added(top, total, s):
 
 @triton.jit
 def _store_total(top_ptr, total_ptr, top, total, inside):
-    """Reduce results of `_added`, ``[n, BR]``, over the n places of a tile and store them, one per query head."""
+    """Reduce results of `_put_scores`, ``[n, BR]``, over the n places of a tile and store them, one per query head."""
     larger = tl.max(top, 0)  # [BR]
     safe = tl.where(larger == float("-inf"), 0.0, larger)
     tl.store(top_ptr, larger, mask=inside)
@@ -252,12 +248,10 @@ def recall_score_kernel(
             s = (of_tokens + centre) * unit  # [BG * BR]
             group = tile * BG + e // BR
             there = (group < closed) & inside
-            tl.store(score_ptr + group, s, mask=there)
-            top, total = _added(top, total, tl.where(there, s, float("-inf")))
+            top, total = _put_scores(score_ptr + group, s, there, top, total)
             if centre_ptr is not None:
                 s = soft_cap(centre * unit, CAP)[0]
-                tl.store(centre_ptr + group, s, mask=there)
-                centre_top, centre_total = _added(centre_top, centre_total, tl.where(there, s, float("-inf")))
+                centre_top, centre_total = _put_scores(centre_ptr + group, s, there, centre_top, centre_total)
             kept, row = ahead, next_row
         top, total = tl.reshape(top, (BG, BR)), tl.reshape(total, (BG, BR))
         centre_top, centre_total = tl.reshape(centre_top, (BG, BR)), tl.reshape(centre_total, (BG, BR))
@@ -298,12 +292,10 @@ def recall_score_kernel(
                 centre = centre_products(signs_ptr, codes_at, queries, sums, D, EARLY)
             centre *= _load_steps(steps_ptr, found, g, closed, g, FAR)[:, None]
             s = (tl.load(at, mask=there, other=0.0) + centre) * (unit * scale)[None, :]  # [_ADDED, BR]
-            tl.store(at, s, mask=there)
-            top, total = _added(top, total, tl.where(there, s, float("-inf")))
+            top, total = _put_scores(at, s, there, top, total)
             if centre_ptr is not None:
-                s = soft_cap(centre * (unit * scale)[None, :], CAP)[0]
-                tl.store(centre_ptr[None, :] + group[:, None], s, mask=there)
-                centre_top, centre_total = _added(centre_top, centre_total, tl.where(there, s, float("-inf")))
+                s, at = soft_cap(centre * (unit * scale)[None, :], CAP)[0], centre_ptr[None, :] + group[:, None]
+                centre_top, centre_total = _put_scores(at, s, there, centre_top, centre_total)
     _store_total(top_ptr + of_split, total_ptr + of_split, top, total, r < R)
     if centre_ptr is not None:
         _store_total(centre_top_ptr + of_split, centre_total_ptr + of_split, centre_top, centre_total, r < R)

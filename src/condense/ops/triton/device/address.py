@@ -117,6 +117,20 @@ def part_at(ptr, record):
 
 
 @triton.jit
+def group_at(ptr, row, SIZE: tl.constexpr, FAR: tl.constexpr, STORED: tl.constexpr = False):
+    """Offsets in ``ptr`` of the data of groups, SIZE elements each. row: the groups' numbers, or in pages the places
+    (`form_place`) of their records. STORED: as in `place_row`.
+    """
+    return row.to(tl.int64) * SIZE if FAR is None else part_at(ptr, place_row(row, FAR, STORED))
+
+
+@triton.jit
+def of_group(ptr, row, SIZE: tl.constexpr, FAR: tl.constexpr, STORED: tl.constexpr = False):
+    """Pointers to what `group_at` finds."""
+    return ptr + group_at(ptr, row, SIZE, FAR, STORED)
+
+
+@triton.jit
 def head_rows(ptr, head, kvh, rows, WIDTH: tl.constexpr, FAR: tl.constexpr, STORED: tl.constexpr = False):
     """Offset of a KV head's data: of its ``rows`` rows of WIDTH numbers in a buffer, or of its records in page 0.
 
