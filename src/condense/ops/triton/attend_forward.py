@@ -28,10 +28,7 @@ BLOCK = ("first", "stop", "room")
 
 
 class OpenForm(NamedTuple):
-    """The constants of a call in which queries open groups.
-
-    R: query heads per KV head. g: tokens per group.
-    """
+    """The constants of a call in which queries open groups: R query heads per KV head, g tokens per group."""
 
     R: int
     g: int

@@ -104,7 +104,7 @@ def in_cells(index: GroupIndex, cells: int, C: int, group: int, D: int) -> CellI
         _SPREAD(
             (cells, heads, 1), (signs, steps, numbers[0], units[0], numbers[1], units[1]),
             (signs.stride()[:3], steps.stride()[:3], K, G, width),
-            (kernels.SpreadForm(index.group_size, group, C, D, power_of_2(4 * cdiv(D, 8))),), {},
+            (index.group_size, group, C, D, power_of_2(4 * cdiv(D, 8))), {},
         )  # fmt: skip
     return CellIndex(numbers[0][..., :D], units[0], numbers[1][..., :D], units[1], group)
 

@@ -105,57 +105,40 @@ def recall_rotate_kernel(
         tl.store(at_numbers, numbers.to(tl.int8), mask=real[:, None] & (d < D)[None, :])
 
 
-class SpreadForm(NamedTuple):
-    """The constants of an index.
-
-    g: tokens per group. GP: g rounded up to a power of two, 0 to write centres alone. C: groups per program. D: columns
-    of a key. W4: bytes of a centre rounded up to a power of two.
-    """
-
-    g: int
-    GP: int
-    C: int
-    D: int
-    W4: int
-
-
 @triton.jit(do_not_specialize=("G",))
 def recall_spread_kernel(
     sign_ptr, step_ptr, token_ptr, of_token_ptr, centre_ptr, of_centre_ptr, s_sign, s_step, K, G, width,
-    FORM: tl.constexpr,
+    g: tl.constexpr, GP: tl.constexpr, C: tl.constexpr, D: tl.constexpr, W4: tl.constexpr,
 ):  # fmt: skip
     """Expand an index to a `condense.ops.triton.recall_score.CellIndex`, whose rows are ``width`` bytes apart.
 
-    Grid (cells of C groups, B * K). sign, step: the fields of a `condense.ops.recall.index.GroupIndex`.
+    Grid (cells of C groups, B * K). sign, step: the fields of a `condense.ops.recall.index.GroupIndex`. GP: g rounded
+    up to a power of two, 0 to write centres alone. W4: bytes of a centre rounded up to a power of two.
     """
-    C: tl.constexpr = FORM.C
-    GP: tl.constexpr = FORM.GP
-    W: tl.constexpr = (FORM.D + 7) // 8
+    W: tl.constexpr = (D + 7) // 8
     head, line = tl.program_id(1).to(tl.int64), tl.program_id(0) * C + tl.arange(0, C)
     there = (line < G)[:, None]
     sign_ptr += head // K * s_sign[0] + head % K * s_sign[1]
     step_ptr += head // K * s_step[0] + head % K * s_step[1]
-    first, half = head * tl.num_programs(0) * C, tl.arange(0, FORM.W4)[None, :]
-    at = sign_ptr + (line.to(tl.int64) * s_sign[2] + FORM.g * W)[:, None] + half
+    first, half = head * tl.num_programs(0) * C, tl.arange(0, W4)[None, :]
+    at = sign_ptr + (line.to(tl.int64) * s_sign[2] + g * W)[:, None] + half
     codes = tl.load(at, mask=there & (half < 4 * W), other=0)  # [C, 4 * W]
     to = centre_ptr + (first + line)[:, None] * width + half
     for high in tl.static_range(2):
         number = tl.where(there, ((codes >> (4 * high)) & 15).to(tl.int8) * 2 - 15, 0)
-        tl.store(to + high * (4 * W), number, mask=(half < 4 * W) & (high * (4 * W) + half < FORM.D))
-    step = tl.load(step_ptr + line.to(tl.int64) * s_step[2] + FORM.g, mask=line < G, other=0.0)
+        tl.store(to + high * (4 * W), number, mask=(half < 4 * W) & (high * (4 * W) + half < D))
+    step = tl.load(step_ptr + line.to(tl.int64) * s_step[2] + g, mask=line < G, other=0.0)
     tl.store(of_centre_ptr + first + line, step.to(tl.float32))
     if GP > 0:
-        n, w = tl.arange(0, GP * C), tl.arange(0, FORM.W4 // 4)[None, :]
-        token, group = tl.minimum(n // C, FORM.g - 1), tl.program_id(0) * C + n % C
+        n, w = tl.arange(0, GP * C), tl.arange(0, W4 // 4)[None, :]
+        token, group = tl.minimum(n // C, g - 1), tl.program_id(0) * C + n % C
         there, at = (group < G)[:, None], (first + tl.program_id(0) * C) * GP + n
-        # [GP * C, W]
-        byte = tl.load(
-            sign_ptr + (group.to(tl.int64) * s_sign[2] + token * W)[:, None] + w, mask=there & (w < W), other=0
-        )
+        at_signs = sign_ptr + (group.to(tl.int64) * s_sign[2] + token * W)[:, None] + w
+        byte = tl.load(at_signs, mask=there & (w < W), other=0)  # [GP * C, W]
         token_ptr += at[:, None] * width + w
         for i in tl.static_range(8):
             number = tl.where(there, ((byte >> i) & 1).to(tl.int8) * 2 - 1, 0)
-            tl.store(token_ptr + i * W, number, mask=(w < W) & (i * W + w < FORM.D))
+            tl.store(token_ptr + i * W, number, mask=(w < W) & (i * W + w < D))
         step = tl.load(step_ptr + group.to(tl.int64) * s_step[2] + token, mask=group < G, other=0.0)
         tl.store(of_token_ptr + at, step.to(tl.float32))
 
