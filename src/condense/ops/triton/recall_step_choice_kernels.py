@@ -79,7 +79,7 @@ def _shares(scores, group, there, RANKING: tl.constexpr):
         kept = ()
         for r in tl.static_range(BR):
             score = tl.load(at + r * scores.stride, mask=there & (first + r < scores.heads), other=float("-inf"))
-            kept = kept + (score,)  # noqa: RUF005
+            kept += (score,)
         lse = lanes.columns(_log_sums(scores, first + tl.arange(0, BR), RANKING)[None, :])  # BR times [1]
         for r in tl.static_range(BR):
             share = tl.maximum(share, kept[r] - lse[r])

@@ -247,7 +247,7 @@ def load_centres(signs_ptr, dtype: tl.constexpr, FORM: tl.constexpr, ASM: tl.con
     words = tl.load(ptr[:, None] + tl.arange(0, FORM.D // 4)[None, :])
     for part in tl.static_range(4):
         codes = coding.middle_codes(words, 4 * part, dtype, ASM).to(tl.float32) + (MIDDLE - _CENTRE / 2)
-        x = x + (codes.to(dtype),)  # noqa: RUF005
+        x += (codes.to(dtype),)
     return x
 
 
@@ -270,12 +270,12 @@ def load_words(
     of_token = tl.minimum(i, FORM.g - 1)[:, None] * S + column % S
     signs = tl.load(pieces.signs.to(tl.pointer_type(tl.int16))[:, None, None] + of_token[None])  # [n, T, P]
     for part in tl.static_range(4):
-        k = k + (_flat(coding.signed_codes(words, signs, bit, 4 * part, dtype, ASM)),)  # noqa: RUF005
+        k += (_flat(coding.signed_codes(words, signs, bit, 4 * part, dtype, ASM)),)
     C: tl.constexpr = FORM.DV // 4
     at = FORM.values_at // 2 + i[:, None] * C + tl.arange(0, C)[None, :]
     words = _load(_as(pieces, tl.int16), at, inside, COPY)  # [n, T, C]
     for part in tl.static_range(4):
-        v = v + (_flat(coding.middle_codes(words, 4 * part, dtype, ASM)),)  # noqa: RUF005
+        v += (_flat(coding.middle_codes(words, 4 * part, dtype, ASM)),)
     unit = 2 * _load_numbers(pieces, FORM.steps_at // size, first, T, dtype, FORM, COPY)
     step = _load_numbers(pieces, 0, first, T, dtype, FORM, COPY)
     return Words(k, v, unit, step, _load_numbers(pieces, FORM.g, first, T, dtype, FORM, COPY))
@@ -350,9 +350,9 @@ def _words_as_numbers(words, centres, step, dtype: tl.constexpr, FORM: tl.conste
     for part in tl.static_range(4):
         rest = tl.reshape(words.k[part].to(tl.float32) * words.unit[:, None], (n, words.unit.shape[0] // n, C))
         x = rest + (centres[part].to(tl.float32) * (2 * step)[:, None])[:, None, :]  # [n, T, C]
-        k = k + (coding.to_numbers(_flat(x), dtype),)  # noqa: RUF005
+        k += (coding.to_numbers(_flat(x), dtype),)
         codes = words.v[part].to(tl.float32) + MIDDLE
-        v = v + (coding.to_numbers(words.zero[:, None] + words.step[:, None] * codes, dtype),)  # noqa: RUF005
+        v += (coding.to_numbers(words.zero[:, None] + words.step[:, None] * codes, dtype),)
     return (coding.from_words(k, FORM.D),), (coding.from_words(v, FORM.DV),)
 
 

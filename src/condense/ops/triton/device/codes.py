@@ -239,7 +239,7 @@ def _load_words(ptr, D: tl.constexpr, dtype: tl.constexpr):
     first, second = tl.load(grid), tl.load(grid + BLOCKS)  # [n, BLOCKS, 1]
     for part in tl.static_range(4):
         step, zero = pair_of(second if part % 2 else first, dtype)
-        x = x + (tl.reshape(numbers_of(words, step, zero, 4 * part, dtype), (ptr.shape[0], D // 4)),)  # noqa: RUF005
+        x += (tl.reshape(numbers_of(words, step, zero, 4 * part, dtype), (ptr.shape[0], D // 4)),)
     return x
 
 

@@ -71,7 +71,7 @@ def query_numbers(queries, E: tl.constexpr):
     x = ()
     for i in tl.static_range(4):
         low, high = queries[i] * 2.0 ** (i - 3), queries[i + 4] * 2.0 ** (i - 3)
-        x = x + (tl.join(_two_words(low.to(tl.float16)), _two_words(high.to(tl.float16))),)  # noqa: RUF005
+        x += (tl.join(_two_words(low.to(tl.float16)), _two_words(high.to(tl.float16))),)
     # [4, i // 2, i % 2, 4, odd, high]
     x = tl.permute(tl.join(tl.join(x[0], x[1]), tl.join(x[2], x[3])), (0, 5, 4, 1, 2, 3))
     x = tl.reshape(x, (x.shape[0], 1, 4, 16))

@@ -247,8 +247,8 @@ def _add_values(acc, alpha, codes, w0, w1):
     first, second = (), ()
     for i in tl.static_range(16):
         if i % 2 < len(alpha):
-            first = first + (acc[i] * alpha[i % 2],)  # noqa: RUF005
-            second = second + (acc[i + 16] * alpha[i % 2],)  # noqa: RUF005
+            first += (acc[i] * alpha[i % 2],)
+            second += (acc[i + 16] * alpha[i % 2],)
         else:
             first, second = first + (acc[i],), second + (acc[i + 16],)  # noqa: RUF005
     weights = _as_second_matrix(w0), _as_second_matrix(w1)
@@ -271,8 +271,8 @@ def add_group(sums, queries, group, base, scale, e, CAP: tl.constexpr):
     total, shift, w0, w1 = (), (), (), ()
     for s in tl.static_range(PER):
         w0, w1 = w0 + (p0[s] * step0,), w1 + (p1[s] * step1,)  # noqa: RUF005
-        total = total + (sums.total[s] * alpha[s] + p0[s] + p1[s],)  # noqa: RUF005
-        shift = shift + (sums.shift[s] * alpha[s] + p0[s] * middle0 + p1[s] * middle1,)  # noqa: RUF005
+        total += (sums.total[s] * alpha[s] + p0[s] + p1[s],)
+        shift += (sums.shift[s] * alpha[s] + p0[s] * middle0 + p1[s] * middle1,)
     return LaneSums(_add_values(sums.acc, alpha, group.value_codes, w0, w1), m, total, shift)
 
 
@@ -291,11 +291,11 @@ def whole_sums(sums):
     for high in tl.static_range(2):
         for i in tl.static_range(8):
             for s in tl.static_range(PER):
-                x = x + (sums.acc[4 * i + 2 * high + s],)  # noqa: RUF005
+                x += (sums.acc[4 * i + 2 * high + s],)
     for _ in tl.static_range(3 + PER):
         halves = ()
         for i in tl.static_range(len(x) // 2):
-            halves = halves + (tl.join(x[i], x[i + len(x) // 2]),)  # noqa: RUF005
+            halves += (tl.join(x[i], x[i + len(x) // 2]),)
         x = halves  # [E, 2, ..., 2]
     acc = tl.reshape(tl.permute(tl.reshape(x[0], (8, 4, 2, 8, PER)), (2, 0, 3, 1, 4)), (128, 4 * PER))
     acc += tl.sum(_of_heads(sums.shift), 0)[None, :]

@@ -67,7 +67,7 @@ def of_quads(low, high):
         else:
             first = from_lane(low.to(tl.int32, bitcast=True), lane, 4).to(dtype, bitcast=True)
             second = from_lane(high.to(tl.int32, bitcast=True), lane, 4).to(dtype, bitcast=True)
-        result = result + ((first.to(tl.float32), second.to(tl.float32)),)  # noqa: RUF005
+        result += ((first.to(tl.float32), second.to(tl.float32)),)
     return result
 
 
@@ -97,7 +97,7 @@ def largest_of_rows(x, e):
         for i in tl.static_range(len(x) // 2):
             low, high = x[i], x[i + len(x) // 2]
             given = _crossed(tl.where(upper, low, high), 1 << bit)
-            kept = kept + (tl.maximum(tl.where(upper, high, low), given),)  # noqa: RUF005
+            kept += (tl.maximum(tl.where(upper, high, low), given),)
         x = kept
     return x[0]
 

@@ -109,5 +109,5 @@ def add_weighted(acc, weights, x, PRECISION: tl.constexpr):
     """``acc + weights @ x`` for rows x in parts; weights are rounded to the dtype of x."""
     weights, sums = weights.to(x[0].dtype), ()
     for part in tl.static_range(len(acc)):
-        sums = sums + (tl.dot(weights, x[part], acc[part], input_precision=PRECISION),)  # noqa: RUF005
+        sums += (tl.dot(weights, x[part], acc[part], input_precision=PRECISION),)
     return sums

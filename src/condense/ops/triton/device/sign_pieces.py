@@ -115,10 +115,10 @@ def load_queries(whole_ptr, r, R, D: tl.constexpr):
     x, ptr, there = (), whole_ptr + r.to(tl.int64) * query_bytes(D), r < R
     for part in tl.static_range(8):
         at = (part * W + tl.arange(0, sizes[0]))[None, :]
-        x = x + (tl.load(ptr[:, None] + at, mask=there[:, None], other=0),)  # noqa: RUF005
+        x += (tl.load(ptr[:, None] + at, mask=there[:, None], other=0),)
     for tile in tl.static_range(8 // sizes[2]):
         part, byte = _places(tile, D)
-        x = x + (tl.load(ptr[:, None] + (part * W + byte)[None, :], mask=there[:, None], other=0),)  # noqa: RUF005
+        x += (tl.load(ptr[:, None] + (part * W + byte)[None, :], mask=there[:, None], other=0),)
     numbers = _numbers_of(ptr, D)
     return x, tl.load(numbers, mask=there, other=0.0), tl.load(numbers + 1, mask=there, other=0.0)
 

@@ -160,7 +160,7 @@ def rotated_queries(q_ptr, s_qh, r, R, rotation_ptr, rotated_ptr, writes, D: tl.
         parts = _all_parts(q_ptr, s_qh, r, R, rotation_ptr, D)
     else:
         for part in tl.static_range(8):
-            parts = parts + (_rotated_part(q_ptr, s_qh, r, R, rotation_ptr, part, D),)  # noqa: RUF005
+            parts += (_rotated_part(q_ptr, s_qh, r, R, rotation_ptr, part, D),)
     for part in tl.static_range(8):
         x = parts[part]  # [BR, bytes]
         if rotated_ptr is not None:
@@ -173,7 +173,7 @@ def rotated_queries(q_ptr, s_qh, r, R, rotation_ptr, rotated_ptr, writes, D: tl.
     for part in tl.static_range(8):
         x = whole_numbers(parts[part], unit[:, None])
         total += x
-        queries = queries + ((x * 2 ** (7 - part)).to(tl.float16),)  # noqa: RUF005
+        queries += ((x * 2 ** (7 - part)).to(tl.float16),)
     return queries, tl.sum(total, 1), unit
 
 
@@ -192,13 +192,6 @@ def _bits(words, part: tl.constexpr, ASM: tl.constexpr):
         return (words & (1 << part)).to(tl.float16, bitcast=True)
 
 
-@triton.constexpr_function
-def _code_asm(HIGH, UP):
-    """Assembly for two packed int16 words: mask the high or low 4 bits of their low bytes and shift left by UP bits."""
-    mask = 0x00F000F0 if HIGH else 0x000F000F
-    return f"{{ .reg .b32 c; and.b32 c, $1, {mask}; shl.b32 $0, c, {UP}; }}"
-
-
 @triton.jit
 def _codes(words, part: tl.constexpr, ASM: tl.constexpr):
     """4-bit codes of a byte in int16 words, as float16 ``code * 2 ** (part - 24)``: the low ones for parts 0 to 3, the
@@ -208,7 +201,10 @@ def _codes(words, part: tl.constexpr, ASM: tl.constexpr):
     # high codes stand 4 bits up already
     UP: tl.constexpr = min(part, 6) - 4 * HIGH
     if ASM:
-        return tl.inline_asm_elementwise(_code_asm(HIGH, UP), "=r,r", [words], tl.float16, True, 2)
+        # two words at a time, as above
+        MASK: tl.constexpr = 0x00F000F0 if HIGH else 0x000F000F
+        asm: tl.constexpr = f"{{ .reg .b32 c; and.b32 c, $1, {MASK}; shl.b32 $0, c, {UP}; }}"
+        return tl.inline_asm_elementwise(asm, "=r,r", [words], tl.float16, True, 2)
     else:
         return ((words & (240 if HIGH else 15)) << UP).to(tl.float16, bitcast=True)
 
