@@ -13,7 +13,6 @@ queries.
 """
 
 from collections import namedtuple
-from typing import NamedTuple
 
 import triton
 from torch import Tensor
@@ -35,16 +34,11 @@ from condense.ops.triton.recall_choice import OpenedGroups
 PART = gl.constexpr(64)
 
 
-class RecallForm(NamedTuple):
+class RecallForm(namedtuple("RecallForm", "g BN stages kind")):
     """The constants that the kernel is compiled for.
 
     g: tokens per group. BN: keys per block. stages: slots of the rings. kind: see `condense.ops.triton.device.rule`.
     """
-
-    g: int
-    BN: int
-    stages: int
-    kind: str
 
 
 class RecallStream(namedtuple("RecallStream", "window near blocks")):
@@ -150,22 +144,6 @@ def _produce(sources, lists, problem, memory, FORM: gl.constexpr):
 
 
 @gluon.jit
-def _first(view, stream, memory, at, rows, FORM: gl.constexpr):
-    """Weights, largest scores and sums of weights after a tile's first block, which is in the window.
-
-    rows: largest scores and sums before it. The block's values have arrived in shared memory, but are not added yet.
-    """
-    s = pipeline.first_scores(view.q, memory, at, FORM.BN, FORM.stages)  # [ROWS, BN]
-    n = stream.window + gl.arange(0, FORM.BN, layout=gl.SliceLayout(0, s.type.layout))
-    seen = (n[None, :] >= view.lo[:, None]) & (n[None, :] < view.hi[:, None])  # [ROWS, BN]
-    p, m, total, _ = pipeline.softmax_step(
-        gl.where(seen, s, float("-inf")), rows[0], rows[1], 0.0, view.scale, True, False
-    )
-    mbarrier.wait(memory.v_full.index(at % FORM.stages), at // FORM.stages & 1)
-    return p, m, total
-
-
-@gluon.jit
 def _words(view, start, FORM: gl.constexpr, OPENED: gl.constexpr):
     """Words ``[BN // g]`` of the groups in the block that begins at opened token ``start``; 0 for the window."""
     g: gl.constexpr = FORM.g
@@ -247,8 +225,13 @@ def _consume(tensors, queries, lists, problem, scale, memory, FORM: gl.constexpr
         bit = gl.full([ROWS], 1, lists.words.dtype.element_ty, of_rows) << ((i - problem.first) % Q)
         bit = gl.convert_layout(bit, gl.SliceLayout(1, gl.SliceLayout(2, _of_tokens(BN, FORM.g))))
         view = RecallView(q, lo, hi, bit, lists.words + tile * problem.room, count, piece, scale)
-        nothing = (gl.full([ROWS], float("-inf"), gl.float32, of_rows), gl.zeros([ROWS], gl.float32, of_rows))
-        p, m, total = _first(view, stream, memory, at, nothing, FORM)  # [ROWS, BN], [ROWS], [ROWS]
+        m, total = gl.full([ROWS], float("-inf"), gl.float32, of_rows), gl.zeros([ROWS], gl.float32, of_rows)
+        # the first block, which is in the window
+        s = pipeline.first_scores(q, memory, at, BN, FORM.stages)  # [ROWS, BN]
+        n = stream.window + gl.arange(0, BN, layout=gl.SliceLayout(0, narrow))
+        s = gl.where((n[None, :] >= lo[:, None]) & (n[None, :] < hi[:, None]), s, float("-inf"))
+        p, m, total, _ = pipeline.softmax_step(s, m, total, 0.0, scale, True, False)  # [ROWS, BN], [ROWS], [ROWS]
+        mbarrier.wait(memory.v_full.index(at % FORM.stages), at // FORM.stages & 1)
         acc = ()
         for _ in gl.static_range(PARTS):
             acc += (gl.zeros([ROWS, PART], gl.float32, wide),)

@@ -14,7 +14,6 @@ BM rows and BN keys per tile.
 """
 
 from collections import namedtuple
-from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -27,11 +26,8 @@ from condense.ops.triton.device.softmax import Softmax, soft_cap
 BLOCK = ("first", "stop", "room")
 
 
-class OpenForm(NamedTuple):
+class OpenForm(namedtuple("OpenForm", "R g")):
     """The constants of a call in which queries open groups: R query heads per KV head, g tokens per group."""
-
-    R: int
-    g: int
 
 
 class TileGroups(namedtuple("TileGroups", "group word count bit store s_store row")):

@@ -13,7 +13,6 @@ groups of g tokens, T tiles of Q queries, D and Dv widths.
 from __future__ import annotations
 
 from collections import namedtuple
-from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -31,21 +30,13 @@ CELLS_PER_LINE = tl.constexpr(4)
 STRETCH = tl.constexpr(512)
 
 
-class ScoreForm(NamedTuple):
+class ScoreForm(namedtuple("ScoreForm", "GP BG C BM P parts best")):
     """The constants of an index and of its tiles.
 
     GP: tokens per group, g, rounded up to a power of two. BG: groups per tile. C: groups per cell. BM: rows per tile.
     P: columns read at a time. parts: times that P columns are read per row; with one part, a program reads its queries
     once. best: whether to write the best score of every cell.
     """
-
-    GP: int
-    BG: int
-    C: int
-    BM: int
-    P: int
-    parts: int
-    best: bool
 
 
 @triton.jit
@@ -313,13 +304,8 @@ def joined_lse(lse_ptr, at, lines, stretches):
     return tl.where(top == float("-inf"), 0.0, top) + tl.log2(tl.where(total > 0, total, 1.0))
 
 
-class RestForm(NamedTuple):
+class RestForm(namedtuple("RestForm", "BM BN P parts")):
     """The constants of a tile: BM rows, BN groups, P columns that are read at a time, parts of P columns per row."""
-
-    BM: int
-    BN: int
-    P: int
-    parts: int
 
 
 class _RestRows(namedtuple("_RestRows", "q head line centres of_centres s_centre words unit bit closed")):

@@ -117,7 +117,6 @@ class RecallKernels(PreparedStep):
             *tensors_of(q, state, counts, scratch, self._rotation, (None,) * 6),
             (scratch.part, scratch.lse, out, seen, counts, sink, token.counter, self._rotation),
         )
-        # kernels start on the current device, which may not be that of the tensors in a model spread over several
         with on_device_of(q):
             for kernel, given in zip(self._kernels, tensors, strict=True):
                 if kernel is not None:

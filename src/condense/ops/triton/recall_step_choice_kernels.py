@@ -4,7 +4,6 @@ Shapes and names as in `condense.ops.triton.recall_step_kernels`.
 """
 
 from collections import namedtuple
-from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -16,20 +15,13 @@ from condense.ops.triton.recall_close_kernels import after_the_last, row_of_step
 from condense.ops.triton.recall_score_kernels import log_of_sum
 
 
-class Ranking(NamedTuple):
+class Ranking(namedtuple("Ranking", "groups halvings slots_tile open_tile splits_tile heads_tile")):
     """The constants of a choice.
 
     groups: groups that a KV head has room for, rounded up to a power of two. halvings: how often this may be halved to
     rank rows with fewer closed groups. slots_tile, open_tile: slots and open groups, rounded up, while slots are found;
     slots_tile is 0 without slots. splits_tile: splits of the scores, rounded up. heads_tile: query heads read at once.
     """
-
-    groups: int
-    halvings: int
-    slots_tile: int
-    open_tile: int
-    splits_tile: int
-    heads_tile: int
 
 
 class _Lists(namedtuple("_Lists", "groups place held order slot_of used free")):

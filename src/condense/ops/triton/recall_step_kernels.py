@@ -16,7 +16,6 @@ are base 2.
 from __future__ import annotations
 
 from collections import namedtuple
-from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -32,16 +31,10 @@ from condense.ops.triton.recall_choice_kernels import wanted_groups
 from condense.ops.triton.recall_close_kernels import after_the_last, row_of_step
 
 
-class _Opened(NamedTuple):
+class _Opened(namedtuple("_Opened", "groups count table signs steps")):
     """The open groups of one KV head. groups: pointer to their numbers; count: how many. table: pointer to the row's
     page table of records; not read without pages. signs, steps: pointers to the head's signs and steps in the index.
     """
-
-    groups: Any
-    count: Any
-    table: Any
-    signs: Any
-    steps: Any
 
 
 @triton.jit

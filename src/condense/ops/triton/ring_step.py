@@ -104,7 +104,6 @@ class RingKernels(PreparedStep):
         part, lse = split_scratch(q, self._num_splits, Dv)
         out = torch.empty(*q.shape[:3], Dv, dtype=q.dtype, device=q.device)
         has_token = state.seen if real is None else real
-        # kernels start on the current device, which may not be that of the tensors in a model spread over several
         with on_device_of(q):
             self._step((q, k, v, *state[:NUM_BUFFERS], has_token, sink, counter, part, lse, out, *self._others))
             if self._join is not None:

@@ -12,7 +12,7 @@ In scores it has tokens ``e // 4`` and ``e // 4 + 8`` of a group; in sums of val
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import triton
 import triton.language as tl
@@ -36,40 +36,27 @@ def fits(bits, g, D, DV, BN, HAS_SLOTS):
     return bits == 4 and g == BN == 16 and D == DV == 128 and not HAS_SLOTS
 
 
-class LaneQueries(NamedTuple):
+class LaneQueries(namedtuple("LaneQueries", "words unit less")):
     """Query heads as integers. words: 8 * PER int32 tensors ``[E]``, four 8-bit integers in each. unit, less: a tensor
     ``[E]`` for each head of a thread; unit, the value of the integer 1, float32; less, ``-_LESS`` times the sum of the
     head's integers, int32.
     """
 
-    words: Any
-    unit: Any
-    less: Any
 
-
-class LaneSums(NamedTuple):
+class LaneSums(namedtuple("LaneSums", "acc m total shift")):
     """The state of an online softmax. acc: 32 float32 tensors ``[E]``, number ``4 * i + 2 * h + s`` for column i of the
     thread's half h (0 or 1) of columns and its head s; 0 for a second head that it does not have. For each head: m, the
     largest score, the same in all threads of the head; total, the sum of weights, and shift, the weighted sum of
     ``zero + MIDDLE * step``, which all columns get: both of the thread's tokens.
     """
 
-    acc: Any
-    m: Any
-    total: Any
-    shift: Any
 
-
-class LaneGroup(NamedTuple):
+class LaneGroup(namedtuple("LaneGroup", "keys value_codes numbers")):
     """A group as `load_group` reads it, in tensors ``[E]``. keys: eight words of codes, four for each of the thread's
     two tokens, then eight words of their signs. value_codes: four 64-bit words, for tokens ``2 * (e % 4)`` and the
     next, and for both plus 8. numbers: two tensors for `lanes.of_quads`. In the first, lanes 0 and 1 of each four have
     the steps of the values of their two tokens, lanes 2 and 3 the zeros; in the second all have the step of a key.
     """
-
-    keys: Any
-    value_codes: Any
-    numbers: Any
 
 
 @triton.jit
