@@ -171,7 +171,7 @@ def fields_of(settings: StepSettings, heads: int, widths: tuple[int, int], dtype
     # not `torch.promote_types`, because it is a torch operation, and growing buffers between steps should run few
     of_entry, wide = form.dtype(dtype), torch.float64 if dtype == torch.float64 else torch.float32
     C, Cv = (form.width(x, dtype.itemsize) if choice is None else 0 for x in widths)
-    of_all = (
+    fields: tuple[Field, ...] = (
         Field("entries_k", Per.ENTRY, (C,), of_entry),
         Field("entries_v", Per.ENTRY, (Cv,), of_entry),
         Field("ring_k", Per.TOKEN, (D,), dtype),
@@ -182,26 +182,23 @@ def fields_of(settings: StepSettings, heads: int, widths: tuple[int, int], dtype
         Field("arrived", Per.ROW, (heads + 1,) if choice is None else (0,), torch.int32),
         Field("biases", Per.ENTRY, (1,), wide) if settings.matched else Field("biases", Per.ROW, (0,), wide),
     )
-    if choice is None:
-        fine = [] if settings.coarse is None else [("fine_k", D), ("fine_v", Dv)]
-        others = StepState._fields[len(of_all) : len(StepState._fields) - len(fine)]
-        empty = (Field(name, Per.ROW, (0,), dtype) for name in others)
-        return (*of_all, *empty, *(Field(name, Per.FINE, (width,), dtype) for name, width in fine))
-    store = settings.store_format
-    stored, of_store = store.width(D, Dv, dtype.itemsize), store.dtype(dtype)
-    signs, steps = index_widths(settings.rule.chunk, D)
-    return (
-        *of_all,
-        Field("signs", Per.ENTRY, (signs,), torch.uint8),
-        Field("steps", Per.ENTRY, (steps,), dtype),
-        Field("store", Per.STORED, (stored,), of_store, on_host=choice.store.on_host),
-        Field("slots", Per.COPIED, (stored,), of_store),
-        Field("held", Per.SLOT, (), torch.int32, fill=-1),
-        Field("order", Per.SLOT, (), torch.int32, fill=None),
-        Field("sums", Per.SUM, (Dv or D if choice.mean else 0,), torch.float64),
-        Field("fine_k", Per.ROW, (0,), dtype),
-        Field("fine_v", Per.ROW, (0,), dtype),
-    )
+    if settings.coarse is not None:
+        fields += Field("fine_k", Per.FINE, (D,), dtype), Field("fine_v", Per.FINE, (Dv,), dtype)
+    if choice is not None:
+        store = settings.store_format
+        stored, of_store = store.width(D, Dv, dtype.itemsize), store.dtype(dtype)
+        signs, steps = index_widths(settings.rule.chunk, D)
+        fields += (
+            Field("signs", Per.ENTRY, (signs,), torch.uint8),
+            Field("steps", Per.ENTRY, (steps,), dtype),
+            Field("store", Per.STORED, (stored,), of_store, on_host=choice.store.on_host),
+            Field("slots", Per.COPIED, (stored,), of_store),
+            Field("held", Per.SLOT, (), torch.int32, fill=-1),
+            Field("order", Per.SLOT, (), torch.int32, fill=None),
+            Field("sums", Per.SUM, (Dv or D if choice.mean else 0,), torch.float64),
+        )
+    known = {field.name: field for field in fields}
+    return tuple(known.get(name, Field(name, Per.ROW, (0,), dtype)) for name in StepState._fields)
 
 
 def empty_state(k: Tensor, settings: StepSettings, sizes: StateSizes) -> StepState:
