@@ -328,16 +328,6 @@ def _queries(rotated_ptr, R, PART: gl.constexpr, D: gl.constexpr):
 
 
 @gluon.jit
-def _start_products(keys, queries):
-    """Start the products ``[64, 16]`` of keys and queries, both in shared memory."""
-    W: gl.constexpr = gl.num_warps()
-    s = gl.zeros([ROWS, HEADS], gl.float32, _sums(2, W))
-    for part in gl.static_range(2):
-        s = hopper.warpgroup_mma(keys[part], queries[part].permute([1, 0]), s, use_acc=part > 0, is_async=True)
-    return s
-
-
-@gluon.jit
 def _add_values(acc, keys, weights, p):
     """Add keys in shared memory, as values with weights p ``[64, 16]``, to the accumulators; return them."""
     weights.store(gl.permute(p.to(weights.dtype), [1, 0]))
@@ -440,7 +430,9 @@ def latent_groups_kernel(
             seen, there = (n < behind)[:, None], inside[None, :] & (n < behind)[:, None]
             of_group = base_ptr + 2 * (R * n[:, None] + heads)
             known = gl.load(of_group + (token >= work.tiles), mask=there & (token >= 0), other=0.0)
-            s = _start_products(keys, queries)
+            s = gl.zeros([ROWS, HEADS], gl.float32, _sums(2, W))
+            for i in gl.static_range(2):
+                s = hopper.warpgroup_mma(keys[i], queries[i].permute([1, 0]), s, use_acc=i > 0, is_async=True)
             # the next tile is loaded while this one is multiplied
             tile = _load_tile(kept, work, gl.minimum(t + 1, last), HAS_SLOTS, FORM, FAR)
             s = hopper.warpgroup_mma_wait(0, [s]) * unit

@@ -61,18 +61,6 @@ def _transposed(acc):
 
 
 @triton.jit
-def _split(softmax, V: tl.constexpr):
-    """The softmax with its accumulator ``[V, BR]`` in the four parts of `to_words`, ``[V / 4, BR]``."""
-    return Softmax([tl.trans(x) for x in to_words(tl.trans(softmax.acc[0]), V)], softmax.m, softmax.total)
-
-
-@triton.jit
-def _joined(softmax, V: tl.constexpr):
-    """The softmax with the accumulators of `_split` joined again."""
-    return Softmax((tl.trans(from_words([tl.trans(x) for x in softmax.acc], V)),), softmax.m, softmax.total)
-
-
-@triton.jit
 def _scores(q, k, PRECISION: tl.constexpr):
     """Products of keys with queries ``[BN, BR]``."""
     return tl.trans(key_products(q, k, PRECISION)) if PRECISION == "ieee" else products(k, q, PRECISION)
@@ -419,8 +407,8 @@ def recall_attend_kernel(
     if LANES:
         sums = _lane_groups(sums, opened, lo, kept, store_ptr, queries, base_ptr, r < R, scale, FORM, CAP, FAR)
     else:
-        if WORDS:
-            softmax = _split(softmax, DV)
+        if WORDS:  # in four parts [V // 4, BR]
+            softmax = Softmax(_transposed(to_words(tl.trans(softmax.acc[0]), DV)), softmax.m, softmax.total)
         shift = tl.zeros([BN, BR], tl.float32)
         # rows are found one tile ahead, so that loads of tokens need not wait for the list
         row = _open_groups(opened, lo // PARTS * BG + n, FAR)
@@ -454,7 +442,8 @@ def recall_attend_kernel(
         if WORDS:
             # added to all columns of all parts
             shift = tl.sum(shift, 0)[None, :]
-            softmax = _joined(Softmax([x + shift for x in softmax.acc], softmax.m, softmax.total), DV)
+            acc = _transposed([x + shift for x in softmax.acc])
+            softmax = Softmax((tl.trans(from_words(acc, DV)),), softmax.m, softmax.total)
     if LANES:
         softmax = _with_lanes(softmax, sums)
     acc = _transposed(softmax.acc)

@@ -25,7 +25,7 @@ from condense.ops.triton.device import entry
 from condense.ops.triton.device import softmax as online
 from condense.ops.triton.device.address import form_row, part_at, tile_in_pages, token_rows
 from condense.ops.triton.device.codes import entries_in_words, from_words, load_vectors, row_width, to_words
-from condense.ops.triton.device.parts import load_row, load_rows, parts, store_row
+from condense.ops.triton.device.parts import load_row, load_rows, store_row
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -146,13 +146,6 @@ def _attend_focal(softmax, q, ring, chunk, scores, count, scale, KIND: tl.conste
 
 
 @triton.jit
-def _two_rows(a, x, b, y):
-    """``a x + b y`` for weights ``[n]`` and rows ``[1, P]``, float32 ``[n, P]``."""
-    first = a[:, None] * x[0].to(tl.float32) + b[:, None] * y[0].to(tl.float32)
-    return parts(first, a[:, None] * x[1].to(tl.float32) + b[:, None] * y[1].to(tl.float32) if len(x) == 2 else None)
-
-
-@triton.jit
 def _read_token(heads, new, entries, fine, ring, past_queries, moment, chunk_size, scores, writes, KIND: tl.constexpr):
     """Make the entry that is due and return the step's `_Read`. Store entry, token and mean query if ``writes``.
 
@@ -227,8 +220,10 @@ def _new_token(heads, ring, read, moment, places, scores, row_tile, KIND: tl.con
         to_entry = tl.where(moment.seen_at_once, to_entry, float("-inf"))
         m = tl.maximum(to_token, to_entry)
         finite = tl.where(m == float("-inf"), 0.0, m)
-        a, b = tl.exp2(to_token - finite), tl.exp2(to_entry - finite)
-        softmax = online.Softmax(_two_rows(a, chunk.v, b, read.value), m, a + b)
+        a, b, acc = tl.exp2(to_token - finite), tl.exp2(to_entry - finite), ()
+        for part in tl.static_range(len(chunk.v)):
+            acc += (a[:, None] * chunk.v[part].to(tl.float32) + b[:, None] * read.value[part].to(tl.float32),)
+        softmax = online.Softmax(acc, m, a + b)
         if KIND.focal > 0:
             count = tl.where(moment.seen_at_once, chunk.size, 0)
             softmax = _attend_focal(softmax, q, ring, chunk, read.ranked, count, scores.attend, KIND)

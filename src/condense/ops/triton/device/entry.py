@@ -16,15 +16,10 @@ from condense.ops.triton.device.parts import load_rows, parts, store_rows, tile_
 from condense.ops.types import Pooling
 
 
-class CoarseKind(NamedTuple):
+class CoarseKind(namedtuple("CoarseKind", "slots chunks window bias")):
     """Coarse entries, each the mean of ``chunks`` fine ones (`condense.ops.coarse`). slots: of the ring of fine ones, a
     multiple of ``chunks``. window: newest tokens, none of which a coarse entry stands for. bias: base 2.
     """
-
-    slots: int
-    chunks: int
-    window: int
-    bias: float
 
 
 class Kind(NamedTuple):
