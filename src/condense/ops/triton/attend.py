@@ -216,6 +216,6 @@ def _store_gradients(launches: _Launches, queries: tuple[Tensor, ...], dk: Tenso
     )  # fmt: skip
 
 
-attend_backward = backward_operation("attend_backward", _backward)
+attend_backward = backward_operation(_backward)
 ATTENTION = Attention("attend", _forward, attend_backward)
 attend = ATTENTION.attend

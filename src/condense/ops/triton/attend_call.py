@@ -223,13 +223,13 @@ class Attention:
         return self.run(call_of(q, sources, spans, options.scale, options.softcap))
 
 
-def backward_operation(name: str, backward: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
+def backward_operation(backward: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
     """Register ``backward(d_out, d_lse, out, lse, call)`` as a torch operation that takes the call's fields.
 
     It returns contiguous gradients of all tensors in the first four fields of the `AttendCall`.
     """
     op = torch.library.custom_op(
-        f"condense::{name}", lambda *x: backward(*x[:4], AttendCall(*x[4:])), mutates_args=(),
+        "condense::attend_backward", lambda *x: backward(*x[:4], AttendCall(*x[4:])), mutates_args=(),
         schema=f"(Tensor d_out, Tensor d_lse, Tensor out, Tensor lse, {_SCHEMA}) -> Tensor[]",
     )  # fmt: skip
     op.register_fake(

@@ -77,7 +77,7 @@ def _load_lanes(signs_ptr, steps_ptr, row, e, g: tl.constexpr, D: tl.constexpr, 
         first, second = lanes.from_lane(row, 4 * i), lanes.from_lane(row, 4 * i + 4)
         for of_group in tl.static_range(2):
             at = signs_ptr + e % 32 * 4 + _signs_at(signs_ptr, second if of_group else first, 0, g, D, FAR)
-            signs += (lanes.load_pair(at, 128),)
+            signs += (lanes.load_pair(at),)
         at = group_at(steps_ptr, tl.where(e % 4 < 2, first, second), g + 1, FAR) + e // 4 % 8 + e % 2 * 8
         steps += (tl.load(steps_ptr + at),)
     words = lanes.load_four(signs_ptr + e % 4 * 16 + _signs_at(signs_ptr, row, g, g, D, FAR))

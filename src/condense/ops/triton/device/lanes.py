@@ -31,12 +31,12 @@ def from_lane(x, LANE: tl.constexpr, OF: tl.constexpr = 32):
 
 
 @triton.jit
-def load_pair(ptr, APART: tl.constexpr):
-    """Load two 32-bit words that are APART bytes apart. ptr ``[E]``: to the first.
+def load_pair(ptr):
+    """Load two 32-bit words that are 128 bytes apart. ptr ``[E]``: to the first.
 
     In assembly, because Triton's compiler compares each load with all others, and would take more than twice as long.
     """
-    asm: tl.constexpr = f"ld.global.b32 $0, [$2]; ld.global.b32 $1, [$2+{APART}];"
+    asm: tl.constexpr = "ld.global.b32 $0, [$2]; ld.global.b32 $1, [$2+128];"
     return tl.inline_asm_elementwise(asm, "=&r,=&r,l", [ptr.to(tl.int64)], (tl.int32, tl.int32), False, 1)
 
 
