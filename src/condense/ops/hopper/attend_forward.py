@@ -174,19 +174,6 @@ def _step(
 
 
 @gluon.jit
-def _view(i, row, stream, q, piece, problem, spans, scores, KIND: gl.constexpr):
-    """The `View` of a tile of queries i."""
-    b, kvh = row.b.to(gl.int64), row.head.to(gl.int64)
-    firsts, lasts, bias_at = (), (), ()
-    for n in gl.static_range(len(stream.lo)):
-        first, last = visible(n, i, row, spans, KIND)  # [ROWS]
-        firsts += (first,)
-        lasts += (last,)
-        bias_at += (b * scores.s_bias[n][0] + kvh * scores.s_bias[n][1],)
-    return View(stream, firsts, lasts, bias_at, q, piece)
-
-
-@gluon.jit
 def _consume(
     tensors, queries, problem, scores, memory,
     D0: gl.constexpr, D1: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr,
@@ -211,7 +198,13 @@ def _consume(
         spans = pipeline.spans_of_row(problem.spans, row, KIND)
         stream = _stream(first, row, problem, spans, len(scores.sizes), BN, KIND)
         i, r, real = tile_rows(first, j, L, R, 2 * ROWS)  # [ROWS]
-        view = _view(i, row, stream, q, piece, problem, spans, scores, KIND)
+        b, kvh, firsts, lasts, bias_at = row.b.to(gl.int64), row.head.to(gl.int64), (), (), ()
+        for n in gl.static_range(len(stream.lo)):
+            lo, hi = visible(n, i, row, spans, KIND)  # [ROWS]
+            firsts += (lo,)
+            lasts += (hi,)
+            bias_at += (b * scores.s_bias[n][0] + kvh * scores.s_bias[n][1],)
+        view = View(stream, firsts, lasts, bias_at, q, piece)
         m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, narrow))
         total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, narrow))
         acc = (gl.zeros([ROWS, D0], gl.float32, wide),)
