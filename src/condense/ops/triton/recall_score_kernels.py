@@ -163,20 +163,16 @@ def _products(tile, token, FORM: tl.constexpr):
 
 
 @triton.jit
-def products_of_parts(q, head, line, at, D: tl.constexpr, FORM: tl.constexpr):
-    """Products of a tile of queries with the centres at pointers ``at`` ``[n, 1]``, int32 ``[BM, n]``.
-
-    q: the tile; or, if it is read in parts, the descriptor of all queries, in which the tile begins at ``line``. FORM:
-    a record with fields BM, P and parts.
-    """
+def _centre_products(tile, at, D: tl.constexpr, FORM: tl.constexpr):
+    """Products of a `_TileRows` or `_RestRows` with the centres at pointers ``at`` ``[n, 1]``, int32 ``[BM, n]``."""
     BM: tl.constexpr = FORM.BM
     P: tl.constexpr = FORM.P
     PARTS: tl.constexpr = FORM.parts
     s = tl.zeros([BM, at.shape[0]], tl.int32)
     for part in tl.static_range(PARTS):
         d = part * P + tl.arange(0, P)[None, :]
-        tile = q if PARTS == 1 else q.load([head, line, part * P]).reshape(BM, P)
-        s = tl.dot(tile, tl.trans(tl.load(at + d, mask=d < D, other=0)), s, out_dtype=tl.int32)
+        q = tile.q if PARTS == 1 else tile.q.load([tile.head, tile.line, part * P]).reshape(BM, P)
+        s = tl.dot(q, tl.trans(tl.load(at + d, mask=d < D, other=0)), s, out_dtype=tl.int32)
     return s
 
 
@@ -189,7 +185,7 @@ def _of_centres(tile, group, FORM: tl.constexpr, D: tl.constexpr):
     n = tl.arange(0, FORM.BG * N)
     row = (group + n // (C * N) * C + n % C).to(tl.int64)
     at = tile.centres + row[:, None] * tile.s_centre  # [BG * N, 1]
-    s = products_of_parts(tile.q, tile.head, tile.line, at, D, FORM)
+    s = _centre_products(tile, at, D, FORM)
     return tl.max(tl.reshape(s, [FORM.BM, FORM.BG // C, N, C]), 2)
 
 
@@ -346,7 +342,7 @@ def _weigh_groups(
     for group in range(lo, hi, FORM.BN):
         n = group + tl.arange(0, FORM.BN)
         at = rows.centres + n.to(tl.int64)[:, None] * rows.s_centre
-        x = products_of_parts(rows.q, rows.head, rows.line, at, D, FORM)
+        x = _centre_products(rows, at, D, FORM)
         word = tl.load(rows.words + n)
         s, unit = _rest_scores(x, tl.load(rows.of_centres + n), word, rows.bit, Q), rows.unit
         if CAP > 0:
