@@ -177,6 +177,13 @@ def _with_lanes(softmax, sums):
     return Softmax((softmax.acc[0] * before[None, :] + acc * now[None, :],), larger, total)
 
 
+@triton.jit
+def _rotated(softmax, rotation_ptr, FORM: tl.constexpr):
+    """The softmax with its sums ``[BR, V]`` of latents rotated, as sums over stored latents are."""
+    acc = rotated_part(softmax.acc[0], rotation_ptr, 0, FORM.V0, FORM.D, False, "tf32x3")
+    return Softmax((acc * (1 / block_width(FORM.D)),), softmax.m, softmax.total)
+
+
 class Centres(namedtuple("Centres", "score top total splits")):
     """Scores of centres that `condense.ops.triton.recall_step_score_kernels` wrote for one KV head.
 
@@ -350,27 +357,26 @@ def recall_attend_kernel(
         softmax = _add_keys(softmax, q, k, v, offset, scale, CAP, PRECISION)
         if NEAR is not None:
             place = address.tile_in_pages(near_ptr, first, tokens, tile + 1, BN, NEAR)
-    # three products of tf32 are as exact as one of float32
-    EXACT: tl.constexpr = "ieee" if PRECISION == "ieee" else "tf32x3"
-    if FORM.bits < 16 and DV == 0:
-        # sums over stored latents are of rotated ones
-        acc = rotated_part(tl.trans(softmax.acc[0]), rotation_ptr, 0, FORM.V0, D, False, EXACT)
-        softmax = Softmax((tl.trans(acc * (1 / block_width(D))),), softmax.m, softmax.total)
     if APART:
-        near = Softmax(_transposed(softmax.acc), softmax.m, tl.sum(softmax.total, 0))
-        store_part(part_ptr, lse_ptr, near, part_row, r < R, FORM.V0, FORM.V1)
+        near = Softmax((tl.trans(softmax.acc[0]),), softmax.m, tl.sum(softmax.total, 0))
+        store_part(part_ptr, lse_ptr, _rotated(near, rotation_ptr, FORM), part_row, r < R, FORM.V0, FORM.V1)
         # the next kernel joins the splits of both kernels, and rotates the result back
         after_the_last(EARLY)
         return
+    # three products of tf32 are as exact as one of float32
+    EXACT: tl.constexpr = "ieee" if PRECISION == "ieee" else "tf32x3"
     # sums of unscaled codes would be too large or too small for float16
     WORDS: tl.constexpr = stores.in_words(FORM) and not q_ptr.dtype.element_ty.is_fp16()
     if FORM.bits < 16:
-        # keys of the store are rotated. Rotated queries are divided by the width of the rotation's blocks, and products
-        # multiplied by it, so that float16 holds all numbers
+        # keys of the store are rotated, and so are values that are columns of keys. Rotated queries are divided by the
+        # width of the rotation's blocks, and products multiplied by it, so that float16 holds all numbers
         is_rotated = (r < R) & (count > 0)  # before the first group closes, rotated queries may not be written
         rotated = load_rows(rotated_ptr + head * R * D, r.to(tl.int64) * D, is_rotated, FORM.D0, FORM.D1)
         q = [(x * (1 / block_width(D))).to(q[0].dtype) for x in rotated]
         scale *= block_width(D)
+        if DV == 0:
+            acc = rotated_part(tl.trans(softmax.acc[0]), rotation_ptr, 0, FORM.V0, D, False, EXACT)
+            softmax = Softmax((tl.trans(acc * (1 / block_width(D))),), softmax.m, softmax.total)
     place_ptr += head * most_opened
     store_ptr += address.head_rows(store_ptr, head, kvh, N // g, FORM.piece, FAR, True)
     columns: tl.constexpr = index_widths(g, D)
