@@ -120,7 +120,7 @@ def test_steps_over_pages_are_compiled_for_few_numbers_of_requests(text, monkeyp
     for plans in (recall_step_plan, recall_step_tiles, step_plan):
         monkeypatch.setattr(plans, "gpu_of", lambda device: Gpu((9, 0), 132))
     settings = dataclasses.replace(step_settings(condense.Method.parse(text)), summary_delay=0)
-    form, device, compiled = PageForm(8, 1 << 20, 1 << 17, 1 << 14, 1024, 0, 0, 0), torch.device("cuda:0"), set()
+    form, device, compiled = PageForm(8, 1 << 20, 1 << 17, 1 << 14, 1024), torch.device("cuda:0"), set()
     plan_of = step_plan.launch_of if settings.choice is None else recall_step_plan.plan_of
     for rows in range(1, 257):
         sizes = StateSizes(rows, 8, (128, 128), 8192, 1040)

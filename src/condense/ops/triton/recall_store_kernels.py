@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import namedtuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -27,7 +28,7 @@ from condense.ops.triton.device.signs import ROUNDING, block_width, index_widths
 _CENTRE = tl.constexpr(CENTRE_LEVELS)
 
 
-class Form(namedtuple("Form", "bits g D DV D0 D1 V0 V1 piece steps_at keys_at values_at unit key_unit tiny")):
+class Form(NamedTuple):
     """The constants of a store.
 
     bits: per number. g: tokens per group. D, DV: widths of keys and of values; DV is 0 for latents. D0, D1, V0, V1:
@@ -36,6 +37,22 @@ class Form(namedtuple("Form", "bits g D DV D0 D1 V0 V1 piece steps_at keys_at va
     steps of keys, the codes of keys and the codes of values. unit: step of values as a fraction of their spread.
     key_unit: `StoreFormat.key_unit`. tiny: the smallest step of values.
     """
+
+    bits: int
+    g: int
+    D: int
+    DV: int
+    D0: int
+    D1: int
+    V0: int
+    V1: int
+    piece: int
+    steps_at: int
+    keys_at: int
+    values_at: int
+    unit: float
+    key_unit: float
+    tiny: float
 
     @classmethod
     def of(cls, form: StoreFormat, dtype: torch.dtype, widths: tuple[int, int], latent: int = 0) -> Form:

@@ -135,7 +135,7 @@ def launch_of(shape: StepShape, host_bound: bool = False) -> Launch:
         joined_parts=max(1, min(power_of_2(S), _JOINED_AT_ONCE // (power_of_2(R) * power_of_2(V)))) if joins else 1,
         softcap=softcap * LOG2E,
         near=near, far=far, past=past,
-        stores=not paged, attends=True,
+        stores=not paged,
         K=K, R=R, num_summary=settings.num_summary, chunk=rule.chunk,
     )  # fmt: skip
     window, max_chunks = (_NEVER if x is None else min(x, _NEVER) for x in (rule.window, rule.max_chunks))

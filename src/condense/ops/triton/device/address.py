@@ -9,7 +9,7 @@ Shapes: n rows.
 """
 
 from collections import namedtuple
-from typing import Self
+from typing import NamedTuple, Self
 
 import triton
 import triton.language as tl
@@ -21,7 +21,7 @@ from condense.ops.step.records import RecordFormat
 _sum_part = triton.constexpr_function(sum_part)
 
 
-class PageForm(namedtuple("PageForm", "slots s_page s_head s_slot s_table s_stored_page s_stored_head s_stored")):
+class PageForm(NamedTuple):
     """The constants of pages.
 
     slots: slots per page. s_page, s_head, s_slot: strides of page, KV head and slot in the cache; with records, those
@@ -29,10 +29,19 @@ class PageForm(namedtuple("PageForm", "slots s_page s_head s_slot s_table s_stor
     of page, KV head and slot of the stored tokens of records, 0 without records.
     """
 
+    slots: int
+    s_page: int
+    s_head: int
+    s_slot: int
+    s_table: int
+    s_stored_page: int = 0
+    s_stored_head: int = 0
+    s_stored: int = 0
+
     @classmethod
     def of(cls, pages: Pages) -> Self:
         """Return the form of a cache and its page table."""
-        return cls(pages.slots, *pages.cache.stride()[:3], pages.table.stride(0), 0, 0, 0)
+        return cls(pages.slots, *pages.cache.stride()[:3], pages.table.stride(0))
 
     @classmethod
     def of_records(cls, pages: Pages, form: RecordFormat, store: Tensor | None) -> Self:

@@ -5,13 +5,15 @@ step's inputs. Tiles hold 16 tokens of the chunk; rows are in parts, see `conden
 """
 
 from collections import namedtuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
-from condense.ops.triton.device.address import token_rows
+from condense.ops.triton.device.address import PageForm, token_rows
 from condense.ops.triton.device.codes import put_vector
 from condense.ops.triton.device.parts import load_rows, parts, store_rows, tile_width, zeros
+from condense.ops.types import Pooling
 
 
 class CoarseKind(namedtuple("CoarseKind", "slots chunks window bias")):
@@ -20,13 +22,7 @@ class CoarseKind(namedtuple("CoarseKind", "slots chunks window bias")):
     """
 
 
-class Kind(
-    namedtuple(
-        "Kind",
-        "D0 D1 V0 V1 latent scored key_pooling value_pooling focal tile period has_first has_real rows keys precision "
-        "early joins joined_parts near far past stores attends matched softcap entry_bits coarse K R num_summary chunk",
-    )
-):
+class Kind(NamedTuple):
     """The constants that a step is compiled for. No field may be named like an attribute of ``tl.constexpr`` (value).
 
     D0, D1: columns of both parts of keys. V0, V1: of values. latent: values are the first D0 columns of the keys.
@@ -45,6 +41,39 @@ class Kind(
     K: KV heads. R: query heads per KV head. num_summary: mean queries in a summary query. chunk: tokens of a chunk.
     Only `condense.ops.triton.step_kernels` reads these four; they are constants so that divisions by them are fast.
     """
+
+    D0: int
+    D1: int
+    V0: int
+    V1: int
+    latent: bool
+    scored: bool
+    key_pooling: Pooling | None
+    value_pooling: Pooling | None
+    focal: int = 0
+    tile: int = 1
+    period: int = 0
+    has_first: bool = False
+    has_real: bool = False
+    rows: int = 0
+    keys: int = 0
+    precision: str = "ieee"
+    early: bool = False
+    joins: bool = False
+    joined_parts: int = 1
+    near: PageForm | None = None
+    far: PageForm | None = None
+    past: PageForm | None = None
+    stores: bool = True
+    attends: bool = True
+    matched: bool = False
+    softcap: float = 0.0
+    entry_bits: int = 16
+    coarse: CoarseKind | None = None
+    K: int = 0
+    R: int = 0
+    num_summary: int = 0
+    chunk: int = 0
 
 
 class Buffer(namedtuple("Buffer", "k v s_k s_v size")):
