@@ -1,6 +1,5 @@
 """Goals, candidates and texts of a calibration."""
 
-import math
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -61,24 +60,19 @@ class CalibrationConfig:
 
 
 def default_candidates(length: int, *, latents: bool) -> tuple[Method, ...]:
-    """Dense attention, Recall with all groups open and tokens in 4 bits, Recall with its store in host memory, pooling
-    and a window, for texts of ``length`` tokens.
+    """Dense attention, three settings of Recall, pooling and a window, for texts of ``length`` tokens.
 
-    Windows are a thirty-second of the text, 64 to 1,024 tokens. Recall opens an eighth of the groups, 2 to 128, and
-    keeps slots for a sixty-fourth, at most 64. Entries of pooling have 4 bits.
-    latents: for models with latents (MLA). There Recall keeps its store on the device, in 4 bits and groups of 32, and
-    opens all groups, or half of them, at most 512, because all query heads open the same groups.
+    Recall keeps tokens in 4 bits, as the named settings do: on the device with all groups open, and in host memory with
+    a quarter open but at most 512, or a sixteenth but at most 128, with as many slots. Its window is a thirty-second of
+    the text, 64 to 256 tokens; the windows of pooling and the last candidate are up to 1,024 tokens. Entries of pooling
+    have 4 bits.
+    latents: for models with latents (MLA), whose query heads all open the same groups: there twice as many are open.
     """
     window = max(64, min(1024, length // 32 // 16 * 16))
-    base = StreamingLLM(sink=4, window=window)
-    if latents:
-        num_recall = min(512, math.ceil(length / 32 / 2))
-        recall = Recall(window=window, group_size=32, num_recall=num_recall, store_bits=4)
-        pooled = LCA(window=window, rep_bias="log_size", entry_bits=4)
-        return Dense(), recall.replace(num_recall=1.0), recall, pooled, base
-    means = CCA(window=window, key_pooling="mean", value_pooling="mean", rep_bias="log_size", entry_bits=4)
-    num_recall = max(2, min(128, math.ceil(length / 16 / 8)))
-    slots = min(64, math.ceil(length / 16 / 64))
-    recall = Recall(window=window, num_recall=num_recall, store="host", slots=slots)
-    whole = Recall(window=window, num_recall=1.0, store_bits=4)
-    return Dense(), whole, recall, means, base
+    near = StreamingLLM(sink=4, window=window)
+    recall = Recall(window=min(256, window), num_recall=1.0, store_bits=4)
+    means = LCA() if latents else CCA(key_pooling="mean", value_pooling="mean")
+    pooled = means.replace(window=window, rep_bias="log_size", entry_bits=4)
+    few = max(2, min(128, length // recall.group_size // 16)) * (2 if latents else 1)
+    fewer = [recall.replace(num_recall=number, store="host", slots=number) for number in (4 * few, few)]
+    return Dense(), recall, *fewer, pooled, near
