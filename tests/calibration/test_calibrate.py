@@ -247,6 +247,18 @@ def test_what_can_be_known_beforehand_is_said_before_anything_is_measured(model,
     assert condensed_layers(model) == {}
 
 
+def test_what_the_texts_do_not_show_is_said(model, tokenizer, text, result):
+    """A window that keeps to the budget shows that far text is not needed, numbers that nothing finds show nothing."""
+    lost = result.uniform[2].kl.mean
+    for budget, number in ((lost * 1.5, 1), (lost / 2, 0)):
+        there = condense.calibrate(model, tokenizer, [text], dataclasses.replace(CONFIG, budget_nats=budget)).doubts
+        assert len(there) == number
+        assert all("StreamingLLM(window=16) in all layers is within the budget too" in doubt for doubt in there)
+    asked = dataclasses.replace(CONFIG, budget_nats=None, cache=0.9, hidden_numbers=1, length=192, texts=2)
+    (said,) = condense.calibrate(model, tokenizer, [text], asked).doubts
+    assert said.startswith("dense attention itself finds only 0 of 2 hidden numbers")
+
+
 def test_small_losses_are_not_said_to_be_none():
     assert str(Mean(3e-7, 1e-7)) == "3.0e-07±1.0e-07"
     assert str(Mean(0.0, 0.0)) == "0.0000±0.0000"

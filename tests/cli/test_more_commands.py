@@ -180,6 +180,7 @@ def test_what_a_calibration_says_and_its_files(saved, tmp_path, monkeypatch):
     for said in ("each layer alone", "quality against cache at 160 tokens", "found", "on held-out text: loses"):
         assert said in done.stdout
     assert "fewer than" not in done.stdout
+    assert "dense attention itself finds only 0 of " in done.stdout
     assert content["calibration"]["provenance"]["torch"] == torch.__version__
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     assert json.loads(path.with_suffix(".measured.json").read_text())["readings"]

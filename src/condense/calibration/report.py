@@ -12,8 +12,9 @@ import torch
 
 from condense.calibration.config import CalibrationConfig
 from condense.calibration.measure import Measured
+from condense.evaluate.intervals import LEAST_FOUND
 from condense.files import whole_file
-from condense.methods import Method, settings_of
+from condense.methods import LMInfinite, Method, StreamingLLM, settings_of
 from condense.results import plain, provenance
 from condense.version import __version__
 
@@ -110,6 +111,31 @@ class Calibration:
     def finds_enough(self) -> bool:
         """False if too few of the hidden numbers are found, as may happen if the size of the cache is the only goal."""
         return self.chosen.finds_enough(self.config) and self.verified.finds_enough(self.config)
+
+    @property
+    def doubts(self) -> list[str]:
+        """What speaks against the allocation, or is not shown by these texts, in words; one sentence or two each."""
+        config, said = self.config, []
+        if not self.finds_enough:
+            found = " and ".join("{} of {}".format(*x.found) for x in (self.chosen, self.verified) if x.found)
+            said.append(
+                f"fewer than {config.min_found:.0%} of the numbers that dense attention finds: {found} on measured and "
+                "held-out text. Ask for more cache, or name candidates with more open groups"
+            )
+        if self.chosen.found is not None and self.chosen.found[1] < LEAST_FOUND * self.chosen.found[2]:
+            _, found, hidden = self.chosen.found
+            said.append(
+                f"dense attention itself finds only {found} of {hidden} hidden numbers, so they show little: calibrate "
+                "at a shorter length, or trust the plain text alone"
+            )
+        for point in self.uniform if config.budget_nats is not None else ():
+            (method,) = set(point.methods.values())
+            if isinstance(method, StreamingLLM | LMInfinite) and point.within(config):
+                said.append(
+                    f"{method} in all layers is within the budget too, and sees no far text: these texts do not need "
+                    "it, or the model does not use it. If yours do, give longer or other texts, or hide numbers"
+                )
+        return said
 
     @property
     def allocation(self) -> dict[int, Method]:

@@ -131,12 +131,8 @@ def _print(result: Calibration) -> None:
     console.print(curve)
     print(f"chosen, {result.chosen.cache:.1%} of the dense cache: {described(result.allocation)}")
     print(f"on held-out text: {result.verified.quality()}, {result.verified.nats} nats of loss above dense")
-    if not result.finds_enough:
-        found = " and ".join("{} of {}".format(*each.found) for each in (result.chosen, result.verified) if each.found)
-        print(
-            f"fewer than {config.min_found:.0%} of the numbers that dense attention finds: {found} on measured and "
-            "held-out text. Ask for more cache, or name candidates with more open groups"
-        )
+    for doubt in result.doubts:
+        print(doubt)
     if result.steps_back > 0:
         print(f"others that failed the goals on held-out or on measured text: {result.steps_back}")
 
