@@ -232,10 +232,10 @@ def test_the_package_vllm_has_a_command(serve, saved, monkeypatch):
 
 def test_flags_in_a_file(serve, stock, tmp_path):
     file = tmp_path / "config.yaml"
-    file.write_text("max-num-batched-tokens: 512\n")
+    file.write_text("max-num-batched-tokens: 512\nperformance_mode: balanced\n")
     command, _ = serve(stock, "--config", file)
     assert command[-2:] == ["--config", str(file)]
-    assert "--max-num-batched-tokens" not in command
+    assert not {"--max-num-batched-tokens", "--performance-mode"} & {*command}
     file.write_text("kv_cache_dtype: fp8\nenable-dbo: true\n")
     words = "--kv-cache-dtype must be the model's", "--enable-dbo and --ubatch-size"
     check_refused(serve(stock, "--config", file), *words)

@@ -112,9 +112,11 @@ def test_tokens_that_are_taken_back_leave_no_trace(name):
 
 
 def test_settings_and_records_of_another_kind_are_refused():
-    pool = RecordPool(RECORDS["default"], (K, D, DV))
+    pool, host = (RecordPool(RECORDS[name], (K, D, DV)) for name in ("default", "host-16"))
     own, blocks, drop = pool.plan.settings, pool.blocks, RECALL.replace(unchosen="drop")
-    on_host = serving_plan(RECORDS["host-16"]).settings
+    on_host, host.plan = host.plan.settings, pool.plan
+    with pytest.raises(ValueError, match="got a store on the device and pages for it"):
+        host.read([(host.add(3), tokens_of(3))], scale=SCALE)
     for settings, pool.blocks, message in (
         (on_host, blocks, "got a store on the host and no pages for it"),
         (replace(own, summary_delay=8), blocks, "summary_delay of records must be 0, got 8"),
