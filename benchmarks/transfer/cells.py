@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from condense.evaluate.intervals import LEAST_FOUND, Cell
+from condense.evaluate.intervals import Cell
+from condense.tasks import LEAST_FOUND
 
 TOKENS = ("key", "other", "copy", "identifier")
 TASKS = ("number", "shared", "several", "chain")

@@ -12,10 +12,10 @@ import torch
 
 from condense.calibration.config import CalibrationConfig
 from condense.calibration.measure import Measured
-from condense.evaluate.intervals import LEAST_FOUND
 from condense.files import whole_file
 from condense.methods import LMInfinite, Method, StreamingLLM, settings_of
 from condense.results import plain, provenance
+from condense.tasks import LEAST_FOUND
 from condense.version import __version__
 
 
@@ -114,7 +114,7 @@ class Calibration:
 
     @property
     def doubts(self) -> list[str]:
-        """What speaks against the allocation, or is not shown by these texts, in words; one sentence or two each."""
+        """Reasons not to trust the allocation, in words: goals that are not met, and texts that do not show enough."""
         config, said = self.config, []
         if not self.finds_enough:
             found = " and ".join("{} of {}".format(*x.found) for x in (self.chosen, self.verified) if x.found)

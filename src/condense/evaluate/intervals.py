@@ -10,7 +10,6 @@ import numpy as np
 _Z = 1.959963984540054  # of a 95 % interval
 # most that a setting may lose: nats on a kind of token; a net share of a task, and its paired 95 % bound
 MOST_NATS, MOST_LOST, MOST_BOUND = 0.01, 0.01, 0.02
-LEAST_FOUND = 0.6  # share that dense attention must find for a task to count
 _RESAMPLES = 2000
 
 

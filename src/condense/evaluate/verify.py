@@ -8,13 +8,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from condense.config import Natural, Positive, check_fields, check_int
 from condense.evaluate.compare import attention_of
-from condense.evaluate.intervals import LEAST_FOUND, Cell, Proportion
+from condense.evaluate.intervals import Cell, Proportion
 from condense.evaluate.verify_texts import TASKS, DenseReading, TextReading, VerifyText, read_text, verify_texts
 from condense.methods import Dense, Method, Recall, StreamingLLM
 from condense.models import MethodChoice, check_stock, condensed_layers, described, in_eval_mode
 from condense.models.families import check_learned_positions
 from condense.models.inspect import cache_shares, inspect
-from condense.tasks import encode_corpus
+from condense.tasks import LEAST_FOUND, encode_corpus
 
 DENSE, WINDOW, ALL_OPEN = "dense", "window 25 %", "all open"
 KINDS = ("far", "other", "copy")

@@ -4,9 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from condense.evaluate.intervals import LEAST_FOUND, MOST_BOUND, MOST_LOST, MOST_NATS
+from condense.evaluate.intervals import MOST_BOUND, MOST_LOST, MOST_NATS
 from condense.evaluate.verify import ALL_OPEN, DENSE, WINDOW, Verified
 from condense.evaluate.verify_texts import TASKS
+from condense.tasks import LEAST_FOUND
 
 Content = Mapping[str, Any]
 _FEW = 100  # a verdict on fewer tokens than this says that they are few

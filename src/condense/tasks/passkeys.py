@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 FORMS = ("cloze", "question")
+LEAST_FOUND = 0.6  # share that dense attention must find for a task to count
 _SPLIT_SEED = 0  # one split for all runs: a model's seed must not decide which words it is tested on
 _HELD_OUT_SHARE = 0.2
 
