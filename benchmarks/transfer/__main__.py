@@ -26,6 +26,7 @@ import time
 from pathlib import Path
 
 _WARMING, _WORKERS = 5, 6
+_STUDIES = ("transfer", "reread", "calibrated")
 
 
 def main() -> None:
@@ -86,7 +87,7 @@ def _common(command: argparse.ArgumentParser) -> None:
     command.add_argument("--workers", type=int, default=_WORKERS)
     command.add_argument("--adapt", type=float, default=0, help="adapt for so many seconds per form, and measure that")
     command.add_argument("--form", action="append", help="a form to adapt to; more by repeating; all if there is none")
-    command.add_argument("--study", default="transfer", choices=("transfer", "reread"), help="the arms to measure")
+    command.add_argument("--study", default="transfer", choices=_STUDIES, help="the arms to measure")
     command.add_argument("--tiny", action="store_true", help="four layers and short texts, to try everything out")
 
 

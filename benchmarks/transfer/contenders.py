@@ -21,8 +21,8 @@ Arm = MethodChoice | Cache | None
 
 
 def arms_of(study: str, length: int) -> tuple[dict[str, Arm], dict[str, Arm]]:
-    """The arms of a study, "transfer" or "reread": those that decide, dense attention (None) first, and others for the
-    time that is left.
+    """The arms of a study, "transfer", "reread" or "calibrated": those that decide, dense attention (None) first, and
+    others for the time that is left. "calibrated" has allocations besides, which depend on the model.
     """
     return _of_prompts(length) if study == "reread" else _of_settings(length)
 

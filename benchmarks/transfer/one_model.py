@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import weights
 from adapted import FORMS, OPENED, adapt, by_clock
+from calibrated import calibrated
 from contenders import CACHE, Arm, arms_of, costs
 from makes import batches, longest, new_model, stages_of, train
 from reading import Reference, forced, logits_of
@@ -70,6 +71,11 @@ def run(options: argparse.Namespace) -> None:
         if getattr(model.config, "kv_lora_rank", None):
             for group in (group for groups in sizes.values() for group in groups):
                 group.pop("cache of 4 bits", None)  # a cache of latents has no heads to round
+        if options.study == "calibrated":
+            text = Texts(unpacked(options.corpus, "train-1.xz"), tokenizer, "trained")
+            found = calibrated(place.model, tokenizer, text, max(lengths[:2]), numbers=4 if options.tiny else 16)
+            note({"calibrated": {name: str(arm) for name, arm in found.items()}})
+            sizes = {length: (first | found, {}) for length, (first, _) in sizes.items()}
         for length in lengths:
             place.measure(length, sizes[length][0], held[length], references[length])
         for name in dict.fromkeys(name for _, others in sizes.values() for name in others):
