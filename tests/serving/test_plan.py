@@ -305,6 +305,10 @@ def test_more_than_the_host_has_is_refused_with_the_number_of_blocks_that_fit(ra
     assert [len(memory.pages_of(layer, PAGES[:fitting])) for layer in KEPT[1:3]] == [8, 8]
     assert len(memory.pages_of(KEPT[1], PAGES[:3])) == 3  # vLLM may ask again with another pool
     assert memory.pages_of(KEPT[1], PAGES[:0]) is None
+    small = HostMemory(KEPT, ranks)
+    small.measure(host_bytes(KEPT) - 1)  # not even one block
+    with pytest.raises(ValueError, match=r"of which the host has 0\.0: use store='device'"):
+        small.pages_of(KEPT[1], PAGES)
 
 
 def test_a_container_has_what_its_limit_leaves(tmp_path):

@@ -74,8 +74,9 @@ class HostMemory:
         # where an engine pads pages to one size, one of its pages may be several of ours
         block = host_bytes(self.layers) * self._ranks * pages.shape[2] // served.plan.entry_slots(far)
         if num * block > self._free:
+            fewer = f"give --num-gpu-blocks-override {self._free // block}, or " if self._free >= block else "use "
             raise ValueError(
                 f"tokens in host memory take {num * block / 2**30:.1f} GiB for {num:,} blocks, of which the host has "
-                f"{self._free / 2**30:.1f}: give --num-gpu-blocks-override {self._free // block}, or store='device'"
+                f"{self._free / 2**30:.1f}: {fewer}store='device'"
             )
         return host_pages(served, pages)
