@@ -363,6 +363,20 @@ def test_mask_functions(overlay, layers, monkeypatch):
     assert torch.equal(tiny.logits(model, IDS), expected)
 
 
+def test_pictures_whose_tokens_see_each_other_and_texts_without_any():
+    # its processor marks the tokens of every prompt
+    model = condense.apply(small.model("gemma3"), tiny.CCA)
+    kinds = torch.zeros_like(IDS)
+    for settings in ({}, {"attention_mask": torch.ones_like(IDS)}):
+        expected = tiny.logits(model, IDS, **settings)
+        assert torch.equal(tiny.logits(model, IDS, token_type_ids=kinds, **settings), expected)
+        tokens = tiny.generate(model, IDS, token_type_ids=kinds, **settings)
+        assert torch.equal(tokens, tiny.generate(model, IDS, **settings))
+    kinds[1, 3:7] = 1
+    said = r"mask_function must be the plain causal mask.*, got .*restore"
+    tiny.refused(said, tiny.logits, model, IDS, token_type_ids=kinds)
+
+
 def test_mask_functions_that_are_taken():
     model = condense.apply(tiny.model("llama"), tiny.CCA)
     embedded, documents = torch.zeros(2, 40, 32), torch.tensor([[*range(15), *range(25)], [*range(30), *range(10)]])

@@ -22,10 +22,14 @@ from transformers.masking_utils import causal_mask_function
 _PACKED = "packed_sequence_mask_function.<locals>.inner_mask"
 _RESTRICTIONS = ("sliding_window_overlay.<locals>.inner_mask", _PACKED)
 _CHUNKS = "chunked_overlay.<locals>.inner_mask"
+# restricts nothing: it adds to a causal mask what tokens of a block, such as a picture's, see of each other
+_BLOCKS = "blockwise_overlay.<locals>.inner_mask"
+_UNION = "or_masks.<locals>.or_mask"
 # closures over other mask functions, with the name of the variable that holds them
 _COMPOSED = {
     "and_masks.<locals>.and_mask": "mask_functions",
     "remap_positions_for_packed_sequence.<locals>.inner_mask": "mask_function",
+    _UNION: "mask_functions",
 }
 # Keyword argument of a model's forward, by which the caller promises that all new tokens are real and that, without
 # cu_seq_lens_q, each row is one document. Then no layer reads the mask on the host, which a compiled forward cannot.
@@ -56,11 +60,14 @@ def condense_mask(
     - A mask that is too short is returned too short, and the attention function raises. With one token and a static
       cache on a GPU the missing columns count as padding, because a check would wait for the device.
 
-    Raises ValueError for a mask function other than a causal, sliding, chunked or packed one.
+    Raises ValueError for a mask function other than a causal, sliding, chunked or packed one. Blocks of tokens that see
+    each other (Gemma 3's pictures) are taken if no token is in one.
     """
     has_chunks = "chunked_attention" in (getattr(config, "layer_types", None) or ())
-    # transformers sets use_vmap for an or_mask_function or and_mask_function and nothing else
-    if use_vmap or not _is_causal(mask_function, (*_RESTRICTIONS, _CHUNKS) if has_chunks else _RESTRICTIONS):
+    # transformers sets use_vmap for an or_mask_function or and_mask_function and nothing else; traced ones are not read
+    if (use_vmap and torch.compiler.is_compiling()) or not _is_causal(
+        mask_function, (*_RESTRICTIONS, _CHUNKS) if has_chunks else _RESTRICTIONS
+    ):
         raise ValueError(
             "condensed attention is causal: mask_function must be the plain causal mask, or that of a sliding window, "
             f"chunks or packed documents, got {mask_function} (is_causal=False, block_sequence_ids, or_mask_function "
@@ -108,8 +115,19 @@ def _is_causal(mask_function: Callable[..., Any], restrictions: tuple[str, ...])
     if name not in _COMPOSED:
         return name in restrictions
     if torch.compiler.is_compiling():
-        return True  # a traced closure cannot be read; what a caller adds to stock masks shows in use_vmap
+        # a traced closure cannot be read; what a caller adds to stock masks shows in use_vmap or is a union
+        return name != _UNION
+    if name == _UNION:
+        first, *others = _parts(mask_function)
+        return _is_causal(first, restrictions) and all(map(_has_no_block, others))
     return all(_is_causal(part, restrictions) for part in _parts(mask_function))
+
+
+def _has_no_block(mask_function: Callable[..., Any]) -> bool:
+    """True for transformers' mask of blocks of tokens that see each other, if no token is in one (number -1)."""
+    if mask_function.__module__ != masking_utils.__name__ or mask_function.__qualname__ != _BLOCKS:
+        return False
+    return bool((inspect.getclosurevars(mask_function).nonlocals["block_sequence_ids"] < 0).all())
 
 
 def _parts(mask_function: Callable[..., Any]) -> tuple[Callable[..., Any], ...]:
