@@ -83,7 +83,8 @@ def method_class(name: object) -> type[Any]:
     """The registered class of that name. Raises ValueError naming the known methods."""
     if not isinstance(name, str) or name not in REGISTRY:
         known = [*sorted(REGISTRY), *NAMED_SETTINGS]
-        raise ValueError(f"method must be one of {known}, got {name!r}{close_names(str(name).lower(), known)}")
+        close = close_names(str(name).lower(), known) or "; a class of your own must be imported first"
+        raise ValueError(f"method must be one of {known}, got {name!r}{close}")
     return REGISTRY[name]
 
 

@@ -269,6 +269,11 @@ def test_files_of_others_are_refused_in_one_line(saved, story, tmp_path):
     (broken / "model.safetensors").write_bytes(b"not weights")
     nameless = shutil.copytree(saved, tmp_path / "nameless")
     (nameless / "config.json").write_text("{")
+    foreign = shutil.copytree(saved, tmp_path / "foreign")
+    settings = {"methods": [{"method": {"method": "mystery"}, "layers": [0]}]}
+    (foreign / "config.json").write_text(
+        json.dumps(json.loads((saved / "config.json").read_text()) | {"condense": settings})
+    )
     sizes = {"vocab_size": 4096, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     saved_with_tokenizer(GPTJForCausalLM(GPTJConfig(rotary_dim=4, **sizes)), tmp_path / "gptj")
     learned = GPT2Config(vocab_size=4096, n_embd=16, n_layer=1, n_head=2, n_positions=64)
@@ -282,6 +287,7 @@ def test_files_of_others_are_refused_in_one_line(saved, story, tmp_path):
         ((*adapt, "--pretrained", str(tmp_path), "--data", str(story), "--output", "b"), is_adapter),
         (("compare", "--model", str(broken)), "cannot read"),
         (("inspect", "--model", str(nameless)), "cannot read"),
+        (("inspect", "--model", str(foreign)), "got 'mystery'; a class of your own must be imported first"),
         (("compare", "--model", str(tmp_path / "gptj")), "cannot be condensed: its attention is written out"),
         (("inspect", "--model", str(tmp_path / "gptj")), "cannot be condensed: its attention is written out"),
         (("compare", "--text", str(tmp_path / "binary")), "is not UTF-8 text"),

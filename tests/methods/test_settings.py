@@ -25,7 +25,7 @@ REFUSED = {
     r", got 'CCCA'; close: cca$": {"method": "CCCA"},
     r"'pooled'\], got 'recall-hosts'; close: recall-host": {"method": "recall-hosts"},
     r"recall: unknown settings \['gamma'\]": {"method": "recall-host", "gamma": 3},
-    r"method must be one of \[.*'cca'.*'lca'.*\], got 'nothing'$": {"method": "nothing"},
+    r"method must be one of \[.*'cca'.*'lca'.*\], got 'nothing'; a class of your own": {"method": "nothing"},
     r"cca: unknown settings \['groups'\]; known are \['group_size', ": {"method": "cca", "groups": 3},
     r"dga: unknown settings \['entry_bits'\]": {"method": "dga", "entry_bits": 4},
     "rep_bias='matched' .*'streaming', got 'prompt'": {"method": "dga", "rep_bias": "matched", "selection": "prompt"},

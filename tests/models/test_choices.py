@@ -30,6 +30,7 @@ NAMED = {
 FILES = [
     ("no JSON", "wanted JSON, got "),
     ('{"layers": []}', 'must be {"methods": [{"method": {...}, "layers": [...]}, ...]}'),
+    (f'{{"results": "{"word " * 99}"}}', "word word ..."),
     ('{"methods": [{"method": "cca", "layers": [0]}, {"method": "lca", "layers": [0]}]}', "layer 0 is named twice"),
     ('{"methods": [{"method": "mystery", "layers": [0]}]}', "method must be one of"),
 ]
@@ -111,7 +112,7 @@ def test_bad_choices_change_nothing(name, choice, layers, said):
     assert torch.equal(tiny.logits(model, tiny.tokens()), before)
 
 
-@pytest.mark.parametrize(("content", "said"), FILES, ids=["json", "form", "twice", "method"])
+@pytest.mark.parametrize(("content", "said"), FILES, ids=["json", "form", "cut", "twice", "method"])
 def test_bad_files(tmp_path, content, said):
     path = tmp_path / "a.json"
     path.write_text(content)

@@ -93,7 +93,7 @@ def read_saved(model: str, read: Callable[[str], T]) -> T:
             _ask_hub(model)
         return read(str(Path(model).expanduser()) if model.startswith("~") else model)
     except Exception as error:
-        reason = textwrap.shorten(str(error), width=240, placeholder=" ...") or type(error).__name__
+        reason = textwrap.shorten(str(error), width=400, placeholder=" ...") or type(error).__name__
         missing = "" if is_folder else " as no folder of this name is here, from the hub"
         raise ValueError(f"model: cannot read {model}{missing}: {reason}") from error
 

@@ -3,6 +3,7 @@
 ``{"methods": [{"method": {"method": "cca", ...}, "layers": [0, 1, ...]}, ...]}``; once saved, with a version.
 """
 
+import textwrap
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -54,7 +55,7 @@ def methods_in(settings: Any, where: str = "config.condense") -> dict[int, Metho
     except (KeyError, TypeError, IndexError) as error:
         raise ValueError(
             f'{where} must be {{"methods": [{{"method": {{...}}, "layers": [...]}}, ...]}}, as condense.apply writes '
-            f"it, got {settings!r}"
+            f"it, got {textwrap.shorten(repr(settings), width=200, placeholder=' ...')}"
         ) from error
     except ValueError as error:
         version = settings.get("version", __version__)
