@@ -33,6 +33,7 @@ BAD_FILES = [
     ("missing.txt", None, "data: wanted an existing text file, got"),
     ("no-text.jsonl", b'{"text": "fine"}\n{"body": "no text"}\n', "line 2 in"),
     ("bad.txt", b"caf\xe9", "data: wanted UTF-8 text, got"), ("a.jsonl.zst", b"caf", "data: wanted a zstd file, got"),
+    ("cut.txt.zst", zstandard.compress(b"text")[:-1], "data: wanted a zstd file, got"),
     ("a.parquet", b"text", "data: wanted a Parquet file with a column text, got"),
     ("a.json", b"{}", "data: wanted text, JSON lines or Parquet, got"),
 ]  # fmt: skip
@@ -44,7 +45,7 @@ def test_records_and_texts_are_read_plain_and_compressed(tmp_path):
     compress = zstandard.ZstdCompressor().compress
     parquet.write_table(Table.from_pylist([json.loads(line) for line in RECORDS.splitlines()]), tmp_path / "a.parquet")
     (tmp_path / "a.jsonl").write_bytes(RECORDS)
-    (tmp_path / "a.jsonl.zst").write_bytes(compress(RECORDS))
+    (tmp_path / "a.jsonl.zst").write_bytes(b"".join(map(compress, RECORDS.splitlines(keepends=True))))  # two frames
     (tmp_path / "one.txt.zst").write_bytes(compress(DOCUMENTS[0].encode()))
     # with a huge window
     parameters = zstandard.ZstdCompressionParameters.from_level(1, window_log=27)

@@ -1,13 +1,12 @@
 """Documents in local files (text, JSON lines, Parquet) and in Hugging Face datasets."""
 
-import contextlib
-import io
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 _ZSTD_WINDOW = 2**27  # what `zstd --ultra --long=27` needs at most
+_BYTES = 2**20  # of a file, read at a time
 _PREFIX = "hf:"
 _ROWS = 1000  # rows of a dataset that are read at a time
 
@@ -74,11 +73,10 @@ def plain_text(content: bytes) -> str:
 
 def _text(path: Path) -> Iterator[tuple[int, Any]]:
     """The one document of a text file, numbered 1."""
-    with _opened(path) as stream:
-        try:
-            yield 1, {"text": plain_text(stream.read())}
-        except UnicodeDecodeError as error:
-            raise ValueError(f"data: wanted UTF-8 text, got {path}: {error}") from error
+    try:
+        yield 1, {"text": plain_text(b"".join(_pieces(path)))}
+    except UnicodeDecodeError as error:
+        raise ValueError(f"data: wanted UTF-8 text, got {path}: {error}") from error
 
 
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -94,14 +92,12 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:
     """Line numbers with the JSON value in each line, None for a line that is no JSON."""
-    with _opened(path) as stream:
-        # read as bytes, whose lines end at "\n" alone: text may hold other line breaks of Unicode, which end no record
-        for number, line in enumerate(stream, start=1):
-            if line.strip():
-                try:
-                    yield number, json.loads(line)
-                except ValueError:
-                    yield number, None
+    for number, line in enumerate(_lines(_pieces(path)), start=1):
+        if line.strip():
+            try:
+                yield number, json.loads(line)
+            except ValueError:
+                yield number, None
 
 
 def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
@@ -143,19 +139,36 @@ def _dataset(source: Path) -> Iterator[tuple[int, Any]]:
     yield from enumerate(({"text": text} for batch in batches for text in batch["text"]), start=1)
 
 
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    """The file's bytes, decompressed."""
+def _pieces(path: Path) -> Iterator[bytes]:
+    """The file's bytes in order, decompressed. Refuses a frame without its end, which zstandard reads as if whole."""
     with path.open("rb") as file:
+        pieces = iter(lambda: file.read(_BYTES), b"")
         if path.suffix.lower() != ".zst":
-            yield file
+            yield from pieces
             return
         try:
             import zstandard
         except ImportError as error:
             raise ValueError(f"data: {path} needs zstandard: pip install zstandard") from error
+        frames, frame = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW), None
         try:
-            with zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW).stream_reader(file) as stream:
-                yield io.BufferedReader(stream)
+            for piece in pieces:
+                while piece:
+                    frame = frame or frames.decompressobj()
+                    yield frame.decompress(piece)
+                    piece, frame = frame.unused_data, None if frame.eof else frame  # a file may have several frames
+            if frame:
+                raise zstandard.ZstdError("it ends too early, as if it was not copied whole")
         except zstandard.ZstdError as error:
             raise ValueError(f"data: wanted a zstd file, got {path}: {error}") from error
+
+
+def _lines(pieces: Iterator[bytes]) -> Iterator[bytes]:
+    """The lines of a file that is read in pieces. They end at newlines alone: text may hold other line breaks of
+    Unicode, which end no record.
+    """
+    rest = b""
+    for piece in pieces:
+        *lines, rest = (rest + piece).split(b"\n")
+        yield from lines
+    yield rest
