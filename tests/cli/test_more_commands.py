@@ -206,7 +206,8 @@ def test_a_copy_of_a_text_is_not_held_out(saved, tmp_path):
     lines = condense.demo.demo_text().text.splitlines()[:40]
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
-    texts = ("--text", str(tmp_path / "a.txt"), "--text", str(tmp_path / "b.txt"))
+    (tmp_path / "c.jsonl").write_text(json.dumps({"text": "\n".join(lines) + "\n"}))
+    texts = [word for name in ("a.txt", "b.txt", "c.jsonl") for word in ("--text", str(tmp_path / name))]
     done = run_here("calibrate", "--model", str(saved), *texts, "--output", str(tmp_path / "a.json"))
     once = run_here("calibrate", "--model", str(saved), *texts[:2], "--output", str(tmp_path / "a.json"))
     assert "text must have" in done.stderr

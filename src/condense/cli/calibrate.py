@@ -61,7 +61,6 @@ def calibrate_command(
 ) -> None:
     """Find the cheapest method for every layer that keeps the model's quality on a text, and write it down."""
     from condense.calibration import CalibrationConfig, calibrate
-    from condense.demo import demo_text
     from condense.files import sole_writer
     from condense.methods import Method
 
@@ -83,8 +82,7 @@ def calibrate_command(
         cache_length=None if cache_length is None else options.parse_tokens("cache_length", cache_length),
         seed=seed,
     )
-    # a text in two files counts once: otherwise one copy could be measured and the other held out
-    contents = list(dict.fromkeys(map(options.read_text, dict.fromkeys(text or ())))) or [demo_text().text]
+    contents = options.read_texts(text)
     with sole_writer(output):
         loaded, tokenizer, _ = models.load_model(model, dtype, device, device_map, trust_remote_code)
         models.warn_of_length(loaded, config.length)

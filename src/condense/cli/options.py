@@ -24,12 +24,13 @@ METHOD_HELP = f"Such as recall-host or, with settings, 'cca:window=512'; {METHOD
 CHOICE_HELP = METHOD_HELP + " By layer, repeated: recall@2,3 and cca@rest; or @FILE from condense calibrate."
 CHOICES_HELP = METHOD_HELP + " Repeatable. By layer, as one: recall@2,3+cca@rest; or @FILE from condense calibrate."
 MODEL_HELP = "Folder or hub name of a causal LM. Default: bundled."
+TEXTS_HELP = "Text, .jsonl, .parquet or .zst file as for train, - for standard input; repeatable. Default: bundled."
 CHAT_HELP = "Put the prompt into the tokenizer's chat template, as a user's message."
 # the method that the bundled model was trained with
 DEMO_METHOD = "cca:window=256,summary=streaming,key_pooling=select,rep_bias=log_size"
 
 Model = Annotated[str | None, typer.Option(help=MODEL_HELP)]
-Texts = Annotated[list[str] | None, typer.Option(help="Text file, - for standard input; repeatable. Default: bundled.")]
+Texts = Annotated[list[str] | None, typer.Option(help=TEXTS_HELP)]
 Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16, ...")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")]
 DeviceMap = Annotated[str | None, typer.Option(help="Spread the model over devices by accelerate: auto, balanced, ...")]
@@ -119,6 +120,23 @@ def read_text(source: str) -> str:
     if not text.strip():
         raise ValueError(f"text: {name} is empty")
     return text
+
+
+def read_texts(sources: Sequence[str] | None) -> list[str]:
+    """The texts to measure on, in files or on standard input (``-``), each once; without any, the bundled one.
+
+    JSON lines, Parquet and compressed files are read as `condense train` reads them: each record is a text. Raises
+    ValueError as `read_text` and `condense.tasks.read_documents`.
+    """
+    from condense.demo import demo_text
+    from condense.tasks import read_documents
+
+    texts: list[str] = []
+    for source in dict.fromkeys(sources or ()):
+        has_records = source.lower().endswith((".jsonl", ".parquet", ".zst"))
+        texts += read_documents([source]) if has_records else [read_text(source)]
+    # a text in two files counts once: otherwise one copy could be measured and the other held out
+    return list(dict.fromkeys(texts)) or [demo_text().text]
 
 
 def check_targets(*, overwrite: bool, plot: Path | None = None, **files: Path | None) -> None:

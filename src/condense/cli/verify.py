@@ -86,13 +86,12 @@ def _measured(
     loaded: Any, tokenizer: Any, name: str | None, text: list[str], chosen: dict[str, Any], **numbers: Any
 ) -> dict[str, Any]:
     """The content of a result file."""
-    from condense.demo import demo_text
     from condense.evaluate.verify import VerifyConfig, verify
     from condense.evaluate.verify_report import verdict
     from condense.results import plain
 
     config = VerifyConfig(**numbers)
-    documents = list(dict.fromkeys(map(options.read_text, dict.fromkeys(text)))) or [demo_text().text]
+    documents = options.read_texts(text)
     models.warn_of_length(loaded, max(config.lengths))
     with options.progress() as bar:
         task = bar.add_task("verifying", total=None)
