@@ -364,7 +364,7 @@ def test_mask_functions(overlay, layers, monkeypatch):
 
 
 def test_pictures_whose_tokens_see_each_other_and_texts_without_any():
-    # its processor marks the tokens of every prompt
+    # its processor gives `token_type_ids` with every prompt, 1 at tokens of pictures
     model = condense.apply(small.model("gemma3"), tiny.CCA)
     kinds = torch.zeros_like(IDS)
     for settings in ({}, {"attention_mask": torch.ones_like(IDS)}):
