@@ -140,6 +140,7 @@ def test_an_interrupted_run_goes_on_and_scores_the_same(base, command, tmp_path,
     assert predictions(output) == predictions(tmp_path / "whole")
     assert scores(output) == scores(tmp_path / "whole")
     refused("complete", command, *arguments, "--output", output, "--resume")
+    refused("other methods", command, *swapped, "--output", output, "--resume")
 
 
 def test_a_tokenizer_s_own_code_runs_only_with_the_option(base, command, tmp_path):

@@ -146,8 +146,6 @@ def _open(output: Path, source: dict[str, Any], *, resume: bool) -> None:
         return
     if not path.is_file():
         raise ValueError(f"output: wanted the folder of a run to go on with, got {output}, which has no env.json")
-    if (output / "metrics.json").exists():
-        raise ValueError(f"output: the run in {output} is complete")
     saved = json.loads(path.read_text(encoding="utf-8"))["run"]
     # compared as text, because the order of methods counts: answers are filed by a method's place in it
     differing = [name for name in source if json.dumps(source[name]) != json.dumps(saved.get(name))]
@@ -155,6 +153,8 @@ def _open(output: Path, source: dict[str, Any], *, resume: bool) -> None:
         raise ValueError(
             f"output: the run in {output} was started with other {' and '.join(differing)}, or in another order"
         )
+    if (output / "metrics.json").exists():
+        raise ValueError(f"output: the run in {output} is complete")
 
 
 def _run(
