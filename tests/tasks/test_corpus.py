@@ -72,11 +72,12 @@ def test_bad_files_are_refused(tmp_path, tokenizer):
     tiny.refused("line 3", list, read_json_lines(tmp_path / "rows.jsonl"))
     tiny.refused("documents: wanted at least one", encode_corpus, [""], tokenizer)
     tiny.refused("an eos token .* got none: set eos_token", encode_corpus, ["a"], SimpleNamespace(eos_token_id=None))
-    wanted = "data: wanted records with a field text, got 2 records without a text field, such as .*rows.jsonl line 1"
+    wanted = "data: wanted texts in .*rows.jsonl, got 2 records without a text field, such as .*rows.jsonl line 1"
     tiny.refused(wanted, load_corpus, [tmp_path / "rows.jsonl"], tokenizer, tmp_path / "cache")
     (tmp_path / "some.jsonl").write_text('{"text": "fine"}\n{"body": "no text"}\n')
     files = [tmp_path / "some.jsonl", tmp_path / "bad.txt"]
     tiny.refused("data: wanted UTF-8 text, got .*bad.txt", load_corpus, files, tokenizer, tmp_path / "cache")
+    tiny.refused("cache: wanted a folder, got .*bad.txt", load_corpus, files[:1], tokenizer, files[1])
 
 
 def test_bad_records_are_counted_and_named(tmp_path, tokenizer, capsys):

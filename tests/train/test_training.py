@@ -355,7 +355,7 @@ def test_bad_data(config, tmp_path):
     empty.write_text("")
     many, too_many = (_one_phase(config, config.output, keys=keys) for keys in ((300, 400), (1, 1201)))
     refused("data: wanted an existing text file, got .*none.txt", dataclasses.replace(config, data=(missing,)))
-    refused("documents: wanted at least one document with text", dataclasses.replace(config, data=(empty,)))
+    refused(f"data: wanted texts in {empty}, got none", dataclasses.replace(config, data=(empty,)))
     refused(r"keys: wanted at most 1200, as .* of 2400 words, got \(1, 1201\)", too_many)
     refused(r"keys: wanted as many as fit into 256 tokens .*, some \d+, got \(300, 400\)", many)
     assert not config.work.exists()

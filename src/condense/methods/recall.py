@@ -168,7 +168,8 @@ class Recall(Method):
         if self.prompt != "recall":
             wrong.append(f"reads prompts as its steps do not: train with {instead}, got prompt={self.prompt!r}")
         if wrong:
-            raise ValueError(f"{type(self).__name__} {'; '.join(wrong)}, or run it under torch.no_grad()")
+            said = f"{type(self).__name__} {'; '.join(wrong)}"
+            raise ValueError(f"{said}. It needs no training: without gradients (torch.no_grad()) it runs as it is")
 
     def attend(
         self, q: Tensor, context: Context, *, scale: float, dropout_p: float = 0.0, backend: str = "auto", **others: Any

@@ -95,8 +95,10 @@ def load_corpus(paths: Sequence[str | Path], tokenizer: PreTrainedTokenizerBase,
 
     paths: see ``read_documents``. tokenizer: a fast tokenizer. cache: folder for the encoded arrays.
     Raises ValueError as ``read_documents`` and ``encode_corpus``, for a tokenizer that is not a fast one, and for
-    truncated files in the cache.
+    truncated files in the cache or a file in its place.
     """
+    if Path(cache).exists() and not Path(cache).is_dir():
+        raise ValueError(f"cache: wanted a folder, got {cache}")
     folder = Path(cache) / f"tokens-{_fingerprint(paths, tokenizer)}"
     if not folder.is_dir():
         skipped: list[str] = []
@@ -105,10 +107,8 @@ def load_corpus(paths: Sequence[str | Path], tokenizer: PreTrainedTokenizerBase,
         try:
             corpus = encode_corpus(documents, tokenizer)
         except _NoTextError as error:
-            if skipped:
-                left = f"{len(skipped)} records without a text field, such as {skipped[0]}"
-                raise ValueError(f"data: wanted records with a field text, got {left}") from error
-            raise
+            left = f"{len(skipped)} records without a text field, such as {skipped[0]}" if skipped else "none"
+            raise ValueError(f"data: wanted texts in {', '.join(map(str, paths))}, got {left}") from error
         if skipped:
             more = f"; and {len(skipped) - _NAMED} more" if len(skipped) > _NAMED else ""
             said = f"{len(skipped)}: {'; '.join(skipped[:_NAMED])}{more}"
