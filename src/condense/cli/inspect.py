@@ -97,13 +97,14 @@ def _parse_bytes(name: str, text: str) -> int:
 def _print_fits(fits: Sequence[CacheFit], title: str, batch: int | None) -> None:
     counted = ["requests\nthat fit", "in\nvLLM"] if fits[0].requests is not None else []
     counted += [] if batch is None else [f"{batch} fit"]
-    headings = ["device\nGiB", "of\ndense", "in\nvLLM", "host\nGiB", *counted]
+    dense = fits[0].device_bytes
+    unit, size = ("MiB", 2**20) if dense < 2**30 else ("GiB", 2**30)
+    headings = [f"device\n{unit}", "of\ndense", "in\nvLLM", f"host\n{unit}", *counted]
     table = options.plain_table(title, left=["settings"], right=headings, is_whole=True)
     for fit in fits:
-        host = f"{fit.host_bytes / 2**30:,.2f}" if fit.host_bytes else ""
-        dense = fits[0].device_bytes
+        host = f"{fit.host_bytes / size:,.2f}" if fit.host_bytes else ""
         in_vllm = "" if fit.served_bytes is None else f"{fit.served_bytes / dense:.1%}"
-        cells = [f"{fit.device_bytes / 2**30:,.2f}", f"{fit.device_bytes / dense:.1%}", in_vllm, host]
+        cells = [f"{fit.device_bytes / size:,.2f}", f"{fit.device_bytes / dense:.1%}", in_vllm, host]
         if fit.requests is not None:
             cells += [f"{fit.requests:,}", "" if fit.served is None else f"{fit.served:,}"]
             cells += [] if batch is None else ["yes" if fit.requests >= batch else "no"]
