@@ -154,12 +154,12 @@ def encoded_once() -> Iterator[None]:
 
     known, encode = {}, PreTrainedTokenizerBase.__call__
 
-    def call(tokenizer, texts, *args, **options):  # type: ignore[no-untyped-def]
-        if not isinstance(texts, list) or len(texts) < 1000:
-            return encode(tokenizer, texts, *args, **options)
-        key = tokenizer.backend_tokenizer.to_str(), *texts, *options.items()
+    def call(tokenizer, *texts, **options):  # type: ignore[no-untyped-def]
+        if len(texts) != 1 or not isinstance(texts[0], list) or len(texts[0]) < 1000:
+            return encode(tokenizer, *texts, **options)
+        key = tokenizer.backend_tokenizer.to_str(), *texts[0], *options.items()
         if key not in known:
-            known[key] = encode(tokenizer, texts, *args, **options)
+            known[key] = encode(tokenizer, *texts, **options)
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:
