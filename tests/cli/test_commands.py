@@ -280,6 +280,7 @@ def test_files_of_others_are_refused_in_one_line(saved, story, tmp_path):
     saved_with_tokenizer(GPT2LMHeadModel(learned), tmp_path / "gpt2")
     (tmp_path / "binary").write_bytes(bytes(range(256)))
     (tmp_path / "blank").write_text(" \n\t")
+    (tmp_path / "none.jsonl").write_text("\n")
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "BASE"}')
     is_adapter, adapt = f"{tmp_path} is an adapter of BASE: name that model", ("train", "adapt", "--method", "cca")
     for arguments, message in (
@@ -292,6 +293,7 @@ def test_files_of_others_are_refused_in_one_line(saved, story, tmp_path):
         (("inspect", "--model", str(tmp_path / "gptj")), "cannot be condensed: its attention is written out"),
         (("compare", "--text", str(tmp_path / "binary")), "is not UTF-8 text"),
         (("compare", "--text", str(tmp_path / "blank")), "is empty\n"),
+        (("calibrate", "--text", str(tmp_path / "none.jsonl")), "text: wanted files with texts, got "),
         (("compare", "--text", str(story), "--model", str(tmp_path / "gpt2")), "64 learned positions"),
         (("compare", "--text", str(story), "--question", ""), "questions must hold at least one token each"),
     ):

@@ -78,7 +78,9 @@ def test_errors_do_not_name_the_settings_of_the_first_layer_alone(dropout):
     model = tiny.model("llama", attention_dropout=dropout).train()
     condense.apply(model, "recall-device:window=8,min_recall=2,group_size=4")
     calls = {
-        "has no attention dropout" if dropout else "with store_bits=16, got 4; .*, got prompt='shared'. It needs": model,
+        "has no attention dropout"
+        if dropout
+        else "with store_bits=16, got 4; .*, got prompt='shared'. It needs": model,
         "use prompt='recall', or generate without": partial(tiny.generate, model, prompt_lookup_num_tokens=3),
         "leave use_cache on, or use prompt='recall'$": partial(tiny.generate, model, use_cache=False),
         "reads as a token of an answer: use": partial(tiny.generate, model, prefill_chunk_size=3),

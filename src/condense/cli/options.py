@@ -123,20 +123,24 @@ def read_text(source: str) -> str:
 
 
 def read_texts(sources: Sequence[str] | None) -> list[str]:
-    """The texts to measure on, in files or on standard input (``-``), each once; without any, the bundled one.
+    """The texts to measure on, in files or on standard input (``-``), each once; without a source, the bundled one.
 
     JSON lines, Parquet and compressed files are read as `condense train` reads them: each record is a text. Raises
-    ValueError as `read_text` and `condense.tasks.read_documents`.
+    ValueError as `read_text` and `condense.tasks.read_documents`, and if no source holds a text.
     """
     from condense.demo import demo_text
     from condense.tasks import read_documents
 
+    if not sources:
+        return [demo_text().text]
     texts: list[str] = []
-    for source in dict.fromkeys(sources or ()):
+    for source in dict.fromkeys(sources):
         has_records = source.lower().endswith((".jsonl", ".parquet", ".zst"))
         texts += read_documents([source]) if has_records else [read_text(source)]
+    if not texts:
+        raise ValueError(f"text: wanted files with texts, got {', '.join(sources)}")
     # a text in two files counts once: otherwise one copy could be measured and the other held out
-    return list(dict.fromkeys(texts)) or [demo_text().text]
+    return list(dict.fromkeys(texts))
 
 
 def check_targets(*, overwrite: bool, plot: Path | None = None, **files: Path | None) -> None:
