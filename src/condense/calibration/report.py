@@ -117,9 +117,9 @@ class Calibration:
         """Reasons not to trust the allocation, in words: goals that are not met, and texts that do not show enough."""
         config, said = self.config, []
         if not self.finds_enough:
-            found = " and ".join("{} of {}".format(*x.found) for x in (self.chosen, self.verified) if x.found)
+            both = " and ".join("{} of {}".format(*x.found) for x in (self.chosen, self.verified) if x.found)
             said.append(
-                f"fewer than {config.min_found:.0%} of the numbers that dense attention finds: {found} on measured and "
+                f"fewer than {config.min_found:.0%} of the numbers that dense attention finds: {both} on measured and "
                 "held-out text. Ask for more cache, or name candidates with more open groups"
             )
         if self.chosen.found is not None and self.chosen.found[1] < LEAST_FOUND * self.chosen.found[2]:
