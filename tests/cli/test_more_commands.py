@@ -179,6 +179,7 @@ def test_what_a_calibration_says_and_its_files(saved, tmp_path, monkeypatch):
     assert f"chosen, {content['calibration']['chosen']['cache']:.1%} of the dense cache: " in done.stdout
     for said in ("each layer alone", "quality against cache at 160 tokens", "found", "on held-out text: loses"):
         assert said in done.stdout
+    assert "±" not in done.stdout.split("quality against cache")[0]  # no room for errors in a column per candidate
     assert "fewer than" not in done.stdout
     assert "dense attention itself finds only 0 of " in done.stdout
     assert content["calibration"]["provenance"]["torch"] == torch.__version__

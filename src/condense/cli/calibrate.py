@@ -138,8 +138,8 @@ def _print(result: Calibration) -> None:
 def _layers(
     title: str, result: Calibration, names: dict[Method, str], read: Callable[[LayerLoss], Mean | None]
 ) -> Table:
-    """A table of ``read`` for every layer and candidate. In a narrow terminal figures are folded, not cut."""
-    losses = {(loss.layer, loss.method): str(read(loss)) for loss in result.layers}
+    """A table of ``read`` for every layer and candidate, without the errors, which the allocation's file has."""
+    losses = {(loss.layer, loss.method): str(read(loss)).partition("±")[0] for loss in result.layers}
     methods = dict.fromkeys(method for _, method in losses)
     layers = dict.fromkeys(layer for layer, _ in losses)
     rows = [(str(layer), *(losses[layer, method] for method in methods)) for layer in layers]
