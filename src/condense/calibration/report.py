@@ -128,9 +128,9 @@ class Calibration:
                 f"dense attention itself finds only {found} of {hidden} hidden numbers, so they show little: calibrate "
                 "at a shorter length, or trust the plain text alone"
             )
-        for point in self.uniform if config.budget_nats is not None else ():
-            (method,) = set(point.methods.values())
-            if isinstance(method, StreamingLLM | LMInfinite) and point.within(config):
+        for method, point in zip(config.candidates, self.uniform, strict=True):
+            is_near = isinstance(method, StreamingLLM | LMInfinite)
+            if is_near and config.budget_nats is not None and point.within(config):
                 said.append(
                     f"{method} in all layers is within the budget too, and sees no far text: these texts do not need "
                     "it, or the model does not use it. If yours do, give longer or other texts, or hide numbers"
