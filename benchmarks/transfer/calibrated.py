@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 from contenders import Arm
@@ -14,7 +16,7 @@ from condense import CCA, LCA, CalibrationConfig, Dense, Recall, StreamingLLM, c
 # shares of dense attention's cache that stay on the device, with tokens in host memory
 _SHARES = (0.05, 0.09)
 _ON_DEVICE = 0.16  # and without
-_DRAWN = 24  # stretches of the text to train on from which texts are drawn
+_TEXTS = 6  # that are measured, as many with hidden numbers, and as many again to verify
 
 
 def calibrated(
@@ -25,13 +27,19 @@ def calibrated(
     On the device alone Recall opens 512 groups, so that its steps are fast. numbers: how many are hidden in each text.
     """
     rng = np.random.default_rng(0)
-    texts = [tokenizer.decode(text.stretch(rng, 2 * length)) for _ in range(_DRAWN)]
+    texts = [tokenizer.decode(text.stretch(rng, 2 * length)) for _ in range(2 * _TEXTS)]
     latents = bool(getattr(model.config, "kv_lora_rank", None))
     means = LCA() if latents else CCA(key_pooling="mean", value_pooling="mean")
     means = means.replace(window=256, rep_bias="log_size", entry_bits=4)
-    recall = Recall(window=256, store_bits=4, num_recall=1024 if latents else 512)
+    recall = Recall(window=256, store_bits=4, num_recall=1024 if latents else 512, prompt="shared")
     goals = {f"calibrated to {share:.0%}, host memory": CalibrationConfig(cache=share) for share in _SHARES}
     candidates = Dense(), recall, means, StreamingLLM(sink=4, window=1024)
     goals[f"calibrated to {_ON_DEVICE:.0%}"] = CalibrationConfig(cache=_ON_DEVICE, candidates=candidates)
-    asked = {"length": length, "cache_length": 32768, "hidden_numbers": numbers}
-    return {name: calibrate(model, tokenizer, texts, replace(goal, **asked)).allocation for name, goal in goals.items()}
+    asked = {"length": length, "cache_length": 32768, "hidden_numbers": numbers, "texts": _TEXTS}
+    found = dict[str, Arm]()
+    with tempfile.TemporaryDirectory() as folder:
+        for name, goal in goals.items():
+            # goals with the same candidates share what was measured
+            measured = Path(folder, f"{len(goal.candidates)}.json")
+            found[name] = calibrate(model, tokenizer, texts, replace(goal, **asked), measured=measured).allocation
+    return found

@@ -73,7 +73,8 @@ def run(options: argparse.Namespace) -> None:
                 group.pop("cache of 4 bits", None)  # a cache of latents has no heads to round
         if options.study == "calibrated":
             text = Texts(unpacked(options.corpus, "train-1.xz"), tokenizer, "trained")
-            found = calibrated(place.model, tokenizer, text, max(lengths[:2]), numbers=4 if options.tiny else 16)
+            lengths = tuple(sorted(lengths, reverse=True))
+            found = calibrated(place.model, tokenizer, text, lengths[0], numbers=4 if options.tiny else 16)
             note({"calibrated": {name: str(arm) for name, arm in found.items()}})
             sizes = {length: (first | found, {}) for length, (first, _) in sizes.items()}
         for length in lengths:

@@ -275,7 +275,7 @@ def test_of_equal_scores_the_lower_groups_are_opened(chosen, L, start, r, first,
 
 
 def test_blocks_of_queries_and_later_tokens_change_no_bit(chosen, monkeypatch):
-    problem, words = Problem(Case((2, 1), L=25)), []
+    problem, words = Problem(Case((2, 1), L=200 if DEVICE == "cuda" else 25)), []  # tiles are larger on a GPU
     whole = problem.attend(problem.inputs, problem.choice(), "triton")
     limits = (recall_choice, "_SCRATCH"), (recall_attend, "_SCRATCH"), (attend_call, "_WORDS")
     for module, name in limits:

@@ -62,15 +62,15 @@ class CalibrationConfig:
 def default_candidates(length: int, *, latents: bool) -> tuple[Method, ...]:
     """Dense attention, three settings of Recall, pooling and a window, for texts of ``length`` tokens.
 
-    Recall keeps tokens in 4 bits, as the named settings do: on the device with all groups open, and in host memory with
-    a quarter open but at most 512, or a sixteenth but at most 128, with as many slots. Its window is a thirty-second of
-    the text, 64 to 256 tokens; the windows of pooling and the last candidate are up to 1,024 tokens. Entries of pooling
-    have 4 bits.
+    Recall reads prompts and keeps tokens, in 4 bits, as the named settings do: on the device with all groups open, and
+    in host memory with a quarter open but at most 512, or a sixteenth but at most 128, with as many slots. Its window
+    is a thirty-second of the text, 64 to 256 tokens; the windows of pooling and the last candidate are up to 1,024
+    tokens. Entries of pooling have 4 bits.
     latents: for models with latents (MLA), whose query heads all open the same groups: there twice as many are open.
     """
     window = max(64, min(1024, length // 32 // 16 * 16))
     near = StreamingLLM(sink=4, window=window)
-    recall = Recall(window=min(256, window), num_recall=1.0, store_bits=4)
+    recall = Recall(window=min(256, window), num_recall=1.0, prompt="shared", store_bits=4)
     means = LCA() if latents else CCA(key_pooling="mean", value_pooling="mean")
     pooled = means.replace(window=window, rep_bias="log_size", entry_bits=4)
     few = max(2, min(128, length // recall.group_size // 16)) * (2 if latents else 1)
