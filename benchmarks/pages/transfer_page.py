@@ -19,11 +19,12 @@ TOKENS = {"key": "far text needed", "copy": "copies", "identifier": "far identif
 TASKS = {"number": "numbers", "shared": "names that share words", "several": "several at once"}
 _DEVICE, _HOST, _CACHE = "recall-device", "recall-host", "cache of 4 bits"
 _NAMED = (_DEVICE, _HOST)
-# Runs in which makes were trained and read. Those that begin with `_NOW` have the named settings as they are. In the
-# others the two names stood for 512 and 256 groups and dense prompts. That computes what the names stand for now in
-# texts of up to `_WHOLE` tokens, where all groups are open, and with latents, which are read as before. In the others
-# the arm `_SHARED` has the settings that `recall-host` has now
-_RUNS, _NOW = ("transfer-", "prompts-", "reread-", "evicted-", "opened-", "named-"), "named-"
+# Runs in which makes were trained and read. Those of `_NOW` have the named settings as they are, the first for every
+# make. In the others the two names stood for 512 and 256 groups and dense prompts. That computes what the names stand
+# for now in texts of up to `_WHOLE` tokens, where all groups are open, and with latents, which are read as before. In
+# the others the arm `_SHARED` has the settings that `recall-host` has now
+_NOW = "named-", "calibrated-"
+_RUNS = "transfer-", "prompts-", "reread-", "evicted-", "opened-", *_NOW
 _BEFORE, _SHARED = {_DEVICE: "512 open", _HOST: "256 open"}, "prompts shared"
 _WHOLE, _LATENTS = 8448, "mla-28m"
 _LOST = {"far text needed": "key", "other tokens": "other", "copies": "copy"}
@@ -43,7 +44,7 @@ def models_of(documents: Mapping[str, Any]) -> dict[str, Any]:
 def named_of(documents: Mapping[str, Any]) -> dict[str, Any]:
     """The makes under the named settings: rows of the newest run of these, and of `models_of` where all is open."""
     trained, found = trainings_of(documents), {}
-    runs = [max(name for name in documents if name.startswith(begin)) for begin in ("transfer-", _NOW)]
+    runs = [max(name for name in documents if name.startswith(begin)) for begin in ("transfer-", _NOW[0])]
     for make in TITLES:
         models = [trained[f"{run}/{make}"] for run in runs if f"{run}/{make}" in trained]
         rows = [row for model in models for row in model["rows"] if row["arm"] in _NAMED]

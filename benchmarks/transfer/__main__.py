@@ -53,7 +53,7 @@ def main() -> None:
     command.add_argument("--output", type=Path)
     command = commands.add_parser("reduce")
     command.add_argument("out", type=Path, help="folder that `lease` has written")
-    command.add_argument("--study", default="transfer", choices=("transfer", "reread", "adapted"))
+    command.add_argument("--study", default="transfer", choices=(*_STUDIES, "adapted"))
     command.add_argument("--device", required=True)
     command.add_argument("--commit", required=True)
     command.add_argument("--output", type=Path, required=True)

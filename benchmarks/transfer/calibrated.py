@@ -11,7 +11,7 @@ from contenders import Arm
 from texts import Texts
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from condense import CCA, LCA, CalibrationConfig, Dense, Recall, StreamingLLM, calibrate
+from condense import CCA, LCA, CalibrationConfig, Recall, StreamingLLM, calibrate
 
 # shares of dense attention's cache that stay on the device, with tokens in host memory
 _SHARES = (0.05, 0.09)
@@ -24,16 +24,17 @@ def calibrated(
 ) -> dict[str, Arm]:
     """One allocation per size of the cache, found on texts of ``length`` tokens that the model was trained on.
 
-    On the device alone Recall opens 512 groups, so that its steps are fast. numbers: how many are hidden in each text.
+    On the device alone Recall is measured with all groups open, which takes no more room, and then opens 512 in all
+    layers but the first, as the named settings do, so that steps are fast. numbers: how many are hidden in each text.
     """
     rng = np.random.default_rng(0)
     texts = [tokenizer.decode(text.stretch(rng, 2 * length)) for _ in range(2 * _TEXTS)]
     latents = bool(getattr(model.config, "kv_lora_rank", None))
     means = LCA() if latents else CCA(key_pooling="mean", value_pooling="mean")
     means = means.replace(window=256, rep_bias="log_size", entry_bits=4)
-    recall = Recall(window=256, store_bits=4, num_recall=1024 if latents else 512, prompt="shared")
+    recall = Recall(window=256, store_bits=4, num_recall=1.0, prompt="shared")
     goals = {f"calibrated to {share:.0%}, host memory": CalibrationConfig(cache=share) for share in _SHARES}
-    candidates = Dense(), recall, means, StreamingLLM(sink=4, window=1024)
+    candidates = recall, means, StreamingLLM(sink=4, window=1024)
     goals[f"calibrated to {_ON_DEVICE:.0%}"] = CalibrationConfig(cache=_ON_DEVICE, candidates=candidates)
     asked = {"length": length, "cache_length": 32768, "hidden_numbers": numbers, "texts": _TEXTS}
     found = dict[str, Arm]()
@@ -42,4 +43,7 @@ def calibrated(
             # goals with the same candidates share what was measured
             measured = Path(folder, f"{len(goal.candidates)}.json")
             found[name] = calibrate(model, tokenizer, texts, replace(goal, **asked), measured=measured).allocation
+    on_device, fewer = found[f"calibrated to {_ON_DEVICE:.0%}"], recall.replace(num_recall=1024 if latents else 512)
+    for layer in sorted(on_device)[1:]:
+        on_device[layer] = fewer if on_device[layer] == recall else on_device[layer]
     return found

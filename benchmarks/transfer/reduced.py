@@ -23,7 +23,7 @@ def reduced(folder: Path, provenance: Mapping[str, Any]) -> dict[str, Any]:
     A row has the bytes of an arm as shares of dense attention's, and per class of tokens and per task ``[value, low,
     high, dense, n]`` of `cells.Cell`; kl: divergence from dense attention, nats per token of the second half, mean over
     texts of prose; failed: those above the bar.
-    adapted: steps and tokens by form, if the study is that of adapting.
+    adapted: steps and tokens by form, if the study is that of adapting. calibrated: allocations by arm.
     """
     models = [
         _model(path) for path in sorted(folder.glob("*.jsonl")) if not path.stem.endswith(("-training", "-adapting"))
@@ -44,6 +44,7 @@ def _model(path: Path) -> dict[str, Any]:
         }  # fmt: skip
         if steps[-1]["loss"] > _LEARNED:
             return model
+    model |= next(({"calibrated": record["calibrated"]} for record in records if "calibrated" in record), {})
     adapting = path.with_name(f"{path.stem}-adapting.jsonl")
     if adapting.exists():
         # the last record of each form

@@ -30,7 +30,7 @@ NAMED_SETTINGS = {
     "recall-host": NamedSettings(
         _RECALL | {"store": "host", "num_recall": 512, "slots": 512},
         "Any model as it is; far tokens in host memory, so little is kept on the device.",
-        _LOSES.format("0.015", "0.019", "1.0%"),
+        _LOSES.format("0.015", "0.019", "1.2%"),
     ),
     "recall-device": NamedSettings(
         _RECALL,
