@@ -32,7 +32,7 @@ def calibrated(
     latents = bool(getattr(model.config, "kv_lora_rank", None))
     means = LCA() if latents else CCA(key_pooling="mean", value_pooling="mean")
     means = means.replace(window=256, rep_bias="log_size", entry_bits=4)
-    recall = Recall(window=256, store_bits=4, num_recall=1.0, prompt="shared")
+    recall = Recall(window=256, store_bits=4, num_recall=1.0, prompt="exact" if latents else "shared")
     goals = {f"calibrated to {share:.0%}, host memory": CalibrationConfig(cache=share) for share in _SHARES}
     candidates = recall, means, StreamingLLM(sink=4, window=1024)
     goals[f"calibrated to {_ON_DEVICE:.0%}"] = CalibrationConfig(cache=_ON_DEVICE, candidates=candidates)

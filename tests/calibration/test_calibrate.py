@@ -293,6 +293,7 @@ def test_candidates_open_as_many_groups_as_the_length_allows_twice_as_many_with_
         methods = default_candidates(length, latents=latents)[2:4]
         numbers = [number * (2 if latents else 1) for number in opened]
         assert [method.num_recall for method in methods] == [method.slots for method in methods] == numbers
+        assert {method.prompt for method in methods} == {"exact" if latents else "shared"}
 
 
 @pytest.mark.parametrize(("number", "said"), [(2, r"StreamingLLM\(window=16\)"), (None, "dense attention")])

@@ -66,13 +66,13 @@ def default_candidates(length: int, *, latents: bool) -> tuple[Method, ...]:
     in host memory with a quarter open but at most 512, or a sixteenth but at most 128, with as many slots. Its window
     is a thirty-second of the text, 64 to 256 tokens; the windows of pooling and the last candidate are up to 1,024
     tokens. Entries of pooling have 4 bits.
-    latents: for models with latents (MLA), whose query heads all open the same groups: there twice as many are open.
+    latents: for models with latents (MLA), for which the named settings have rules of their own (`Method.of_layer`).
     """
     window = max(64, min(1024, length // 32 // 16 * 16))
     near = StreamingLLM(sink=4, window=window)
     recall = Recall(window=min(256, window), num_recall=1.0, prompt="shared", store_bits=4)
     means = LCA() if latents else CCA(key_pooling="mean", value_pooling="mean")
     pooled = means.replace(window=window, rep_bias="log_size", entry_bits=4)
-    few = max(2, min(128, length // recall.group_size // 16)) * (2 if latents else 1)
+    few = max(2, min(128, length // recall.group_size // 16))
     fewer = [recall.replace(num_recall=number, store="host", slots=number) for number in (4 * few, few)]
-    return Dense(), recall, *fewer, pooled, near
+    return Dense(), *(method.of_layer(is_first=False, has_latents=latents) for method in (recall, *fewer)), pooled, near
