@@ -125,26 +125,27 @@ if os.environ.get("TRITON_INTERPRET") == "1":
             sizes[key] = vars(self)
         vars(self).update(sizes[key])
 
+    plain = {int, bool, float, str, type(None), tensor, core.dtype, block_type, core.pointer_type}
+
     def unwrap(x):
-        """The value of a constant; most arguments are tensors or integers, which are returned at once."""
+        """The value of a constant; most arguments are tensors or numbers, which are returned at once."""
         kind = type(x)
-        return x if kind is int or kind is tensor else x.value if kind is constexpr else unwrap_any(x)
+        return x if kind in plain else x.value if kind is constexpr else unwrap_any(x)
 
     block_type.__init__, core._unwrap_if_constexpr = make_type, unwrap
     alike, find_alike = {}, TritonSemantic.binary_op_type_checking_impl
 
     def in_place_of(found, x):
-        """The operand x as ``found``, which an earlier operand of its type, or the same number, became."""
-        if not isinstance(x, tensor):
+        """The operand x as ``found``, which an earlier operand of its type, or the same number, became; NumPy repeats
+        its numbers.
+        """
+        if type(x) is not tensor:
             return found
-        if x.type.name == found.type.name:
-            return x
-        numbers = np.broadcast_to(x.handle.data, found.handle.data.shape)
-        return tensor(interpreter.TensorHandle(numbers, x.handle.dtype.scalar), found.type)
+        return x if x.type.name == found.type.name else tensor(x.handle, found.type)
 
     def make_alike(self, *given, **named):
         """Bring two operands to one shape and type; keep results by types and numbers, if no tensor is converted."""
-        key = *(x.type.name if isinstance(x, tensor) else (type(x), x) for x in given), *named.items()
+        key = *[x.type.name if type(x) is tensor else (type(x), x) for x in given], *named.items()
         if (found := alike.get(key)) is not None:
             return [in_place_of(*x) for x in zip(found, given, strict=False)]
         found = find_alike(self, *given, **named)

@@ -386,7 +386,8 @@ if CUDA:
 def test_outputs_are_within_the_error_budget(rows, g, opened, heads, softcap, bits, dtype, scratch):
     w, L, widths = (40, 420, (128, 128)) if CUDA else (6, max(40, 5 * g), (16, 24))
     settings = step_settings(Recall(group_size=g, window=w, num_recall=opened, store_bits=bits))
-    check_budget(settings, random_qkv(rows, *heads, L, *widths, dtype=dtype), scratch, softcap=softcap)
+    qkv = random_qkv(rows, *heads, L, *widths, dtype=dtype)
+    check_budget(settings, qkv, scratch, last=6 if CUDA else 3, softcap=softcap)
 
 
 @pytest.mark.usefixtures("lanes")
@@ -405,23 +406,24 @@ def test_lanes_are_within_the_error_budget(heads, softcap, splits, scratch, spli
 def test_lanes_of_a_cache_too_short_for_a_group(scratch):
     """Such a cache is that of every short `generate`."""
     q, k, v = random_qkv(1, 8, 2, 18, 128, 128, dtype=torch.bfloat16)
-    for tokens in (8, 18):  # the second has room for a group, and closes it
-        layer = StaticCondensedLayer(Recall(group_size=16, window=1, store_bits=4), tokens)
+    for tokens, taken in ((8, {7}), (18, {7, 15, 16, 17})):  # the second has room for a group, and closes it
+        layer, outs = StaticCondensedLayer(Recall(group_size=16, window=1, store_bits=4), tokens), []
         layer.lazy_initialization(k, v)
-        layer.backend = "triton"
-        got = [layer.step(new_token((q, k, v), t), scale=SCALE) for t in range(tokens)][7]
+        for t in range(tokens):
+            layer.backend = "triton" if t in taken else "torch"
+            outs.append(layer.step(new_token((q, k, v), t), scale=SCALE))
         want = attention(q[:, :, :8], k[:, :, :8], v[:, :, :8], method=Dense(), scale=SCALE)[:, :, -1:]
         # weights and results are rounded to 8 bits, of values of up to 4
-        torch.testing.assert_close(got, want, rtol=0, atol=2 * 4 * 2**-8)
+        torch.testing.assert_close(outs[7], want, rtol=0, atol=2 * 4 * 2**-8)
 
 
 # rows, heads, widths, tokens per group, open groups, tokens, splits, slots: two tiles of heads; more than one tile of
 # centres; splits without a group; groups that move to slots
 APART = [
-    (2, 20, (512, 576), 16, 7, 224, 1, 0),
+    (1, 17, (512, 576), 16, 7, 224, 1, 0),
     pytest.param(1, 3, (512, 576), 16, 70, 1250, 1, 0, marks=pytest.mark.slow),
     (1, 16, (512, 576), 16, 9, 190, 5, 7),
-    (1, 20, (256, 288), 16, 5, 150, 1, 5),
+    (1, 17, (256, 288), 16, 5, 150, 1, 5),
     (2, 3, (256, 288), 8, 9, 140, 2, 0),
 ]
 if CUDA:
