@@ -22,38 +22,72 @@ if TYPE_CHECKING:
 
 # Cells per grid of caches, steps and kernels in `make test`, chosen by `grids.covering`; at night and on a GPU all run.
 DEAR = {
+    "benchmarks/test_transfer.py": {"each_make_learns_from_the_first_steps": 3},
     "caches/test_cache_bytes.py": {"bytes_after_prefill_and_decode": 3},
-    "caches/test_condensed_layer.py": {"crop_is_exact_for_every_count_at_every_boundary": 7, "rows_follow": 36},
+    "caches/test_condensed_layer.py": {"crop_is_exact_for_every_count_at_every_boundary": 5, "rows_follow": 24},
+    "caches/test_recall_store.py": {"rows_and_copies": 4, "there_are_no_more_slots_than_room_for_groups": 4},
     "caches/test_static_layer.py": {"many_steps_and_chunks_equal_the_growing_layer": 6,
-        "prompts_of_any_length_follow_one_another_at_the_same_addresses": 3,
-        "steps_are_one_graph_and_the_host_does_not_trust_its_count_once_they_are_recorded": 5},
-    "ops/test_hopper_compiles.py": {"two_part_keys_fit_into_shared_memory": 1},
-    "ops/test_step.py": {"entries_are_those_of_the_growing_path_to_the_bit": 24, "rows_that_are_not_real": 16,
+        "prompts_of_any_length_follow_one_another_at_the_same_addresses": 3, "reorder_is_in_place": 16,
+        "steps_are_one_graph_and_the_host_does_not_trust_its_count_once_they_are_recorded": 3},
+    "methods/test_two_scales.py": {"attention": 9, "models_keep_their_laws": 4},
+    "models/test_fused.py": {"generate_reads_long_prompts_so_where_it_replays_steps": 4,
+        "prompts_compute_the_same_and_short_ones_stay_as_they_are": 2, "steps_compute_the_same": 2},
+    "models/test_generate.py": {"a_conversation_of_a_batch_with_ragged_second_turns": 8,
+        "a_decoder_gives_the_tokens_of_generate_prompt_after_prompt": 3},
+    "models/test_gradients.py": {"packed_documents_train_as_separate_ones": 16},
+    "models/test_laws.py": {"defaults_of_device_and_dtype_change_nothing": 10,
+        "each_row_of_a_padded_batch_gets_its_own_tokens": 12, "rows_equal_their_compacted_sequences": 18,
+        "static_and_growing_caches_give_the_tokens_of_none": 20,
+        "whole_prompts_with_and_without_a_cache_are_followed_by_steps_of_any_size": 15},
+    "models/test_replay.py": {"tokens_are_those_of_the_growing_cache": 5},
+    "models/test_reread.py": {"padded_rows_are_those_alone": 5},
+    "ops/test_hopper_compiles.py": {"a_store_is_unpacked_in_whole_words": 3, "groups_of_odd_widths_close": 2,
+        "slots_over_pages_compile": 2, "steps_by_lanes": 3, "steps_on_latents": 2,
+        "sums_of_values_stay_in_registers": 3, "the_index_is_multiplied_in_halves": 2,
+        "the_pooled_step_over_pages_compiles": 2, "two_part_keys_fit_into_shared_memory": 1},
+    "ops/test_step.py": {"entries_are_those_of_the_growing_path_to_the_bit": 18, "rows_that_are_not_real": 16,
         "tokens_are_taken_back_from_larger_rings": 12},
-    "serving/test_paged.py": {"a_shared_prefix_is_exact_and_never_written": 40, "equal_to_the_whole": 144,
-        "many_requests_at_different_lengths": 40},
+    "serving/test_paged.py": {"a_prefix_that_a_single_token_completes_in_the_same_step": 50,
+        "a_shared_prefix_is_exact_and_never_written": 32, "equal_to_the_whole": 80,
+        "heads_on_two_ranks_weigh_and_choose_groups_together": 12, "later_pieces_at_every_boundary": 18,
+        "many_requests_at_different_lengths": 32, "prefixes_of_prefixes_that_are_written_in_the_same_step": 40,
+        "several_calls_in_a_step": 40, "what_a_model_adds_to_attention": 20},
+    "serving/test_paged_recall.py": {"records_and_sums_do_not_depend_on_how_tokens_come": 14,
+        "records_have_the_bits_of_steps_in_buffers": 16},
+    "test_functional.py": {"every_plan_and_length": 120, "left_padding": 40},
     "train/test_adapt.py": {"adapters_resume_load_condensed_and_merge": 1},
     "train/test_training.py": {"a_resumed_run_equals_an_uninterrupted_one_and_logs_its_rate": 1},
     "triton_kernels/test_attend.py": {"any_number_of_sources_within_budget": 1, "entries_ahead_of_the_rules_own": 1,
-        "is_one_well_formed_operation": 1, "output_lse_and_gradients_within_budget": 6},
-    "triton_kernels/test_extras.py": {"documents_within_budget": 4, "steps_and_prompts": 3},
-    "triton_kernels/test_entry_bits.py": {"steps": 5},
-    "triton_kernels/test_growing.py": {"room_to_spare_is_bounded": 1, "rows_follow_in_the_middle_of_steps": 4,
-        "steps_and_chunks_equal_extend": 3,
-        "tokens_are_taken_back_in_the_middle_of_steps": 2, "tokens_are_those_of_extend": 1},
-    "triton_kernels/test_paged_step.py": {"steps_are_those_of_pytorch": 11, "steps_are_within_the_budget": 19},
-    "triton_kernels/test_pool.py": {"chunks_give_what_one_call_gives": 3, "pooling": 18, "summaries": 16},
-    "triton_kernels/test_recall_prefill.py": {"choice_output_and_gradients": 4, "choices_for_others": 14,
-        "compiled_as_one_graph": 1},
-    "triton_kernels/test_recall_step.py": {"every_step_against_the_definition": 12, "latents": 1,
-        "outputs_are_within_the_error_budget": 3, "slots": 2, "stores_in_fewer_bits": 2},
+        "is_one_well_formed_operation": 1, "output_lse_and_gradients_within_budget": 5},
+    "triton_kernels/test_extras.py": {"documents_within_budget": 4, "steps_and_prompts": 2},
+    "triton_kernels/test_entry_bits.py": {"steps": 4},
+    "triton_kernels/test_growing.py": {"a_step_allocates_and_starts_kernels": 6, "room_to_spare_is_bounded": 1,
+        "rows_follow_in_the_middle_of_steps": 3, "steps_and_chunks_equal_extend": 3,
+        "steps_are_the_bits_of_operations": 3, "tokens_are_taken_back_in_the_middle_of_steps": 2,
+        "tokens_are_those_of_extend": 1},
+    "triton_kernels/test_hopper_prompts.py": {"attention_is_the_definitions": 5, "open_groups_are_read": 4},
+    "triton_kernels/test_paged_step.py": {"a_prefix_that_a_single_token_completes_in_the_same_step": 4,
+        "latents_whose_heads_are_spread_over_ranks": 2, "open_groups_that_another_kernel_reads": 2,
+        "prompts_that_share_a_call": 2, "requests_of_all_lengths_where_each_has_room_for_many_groups": 1,
+        "requests_that_attend_one_part_after_another": 1, "slots_of_pages_that_change_hands": 1,
+        "steps_are_those_of_pytorch": 7, "steps_are_within_the_budget": 14, "steps_by_lanes": 2,
+        "tokens_in_host_memory_are_those_of_the_device": 2, "what_a_model_adds_to_attention": 2},
+    "triton_kernels/test_pool.py": {"chunks_give_what_one_call_gives": 3, "pooling": 18, "summaries": 11},
+    "triton_kernels/test_recall_prefill.py": {"choice_output_and_gradients": 4, "choices_for_others": 8,
+        "compiled_as_one_graph": 1, "scores_are_the_definitions_to_the_bit": 5, "weights_are_the_definitions": 3},
+    "triton_kernels/test_recall_step.py": {"a_store_is_unpacked": 6, "every_step_against_the_definition": 9,
+        "few_groups_where_there_is_room_for_many": 1, "groups_of_a_prompt": 5, "lanes_are_within_the_error_budget": 2,
+        "latents": 1, "latents_that_no_other_kernel_reads": 1, "open_groups_that_another_kernel_reads": 3,
+        "outputs_are_within_the_error_budget": 3, "slots": 2, "stores_in_fewer_bits": 2,
+        "sums_of_16_bits_are_those_of_pytorch_to_the_bit": 2, "the_index_is_the_definition_to_the_bit": 5},
+    "triton_kernels/test_running_sums.py": {"sums_of_16_bits_are_those_of_pytorch_to_the_bit": 10},
     "triton_kernels/test_step.py": {"a_window_longer_than_any_text": 1, "absorbed_latents_against_the_definition": 4,
-        "entries_on_two_scales": 4, "every_step_against_the_definition": 8,
+        "entries_on_two_scales": 2, "every_step_against_the_definition": 8,
         "goes_on_from_a_prefill_as_the_reference_does": 2,
         "goes_on_from_prompts_of_different_lengths_as_the_reference_does": 1, "output_within_budget": 3,
         "rows_that_come_and_go": 1},
 }  # fmt: skip
-# runs over every model, however few cells `--cells` asks for: with each version of transformers
+# runs over every model once, however few cells `--cells` asks for: with each version of transformers
 EACH_MODEL = {"models/test_laws.py::test_full_forward_chunks_and_steps_agree"}
 
 
@@ -91,10 +125,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             grids.setdefault(item.nodeid.partition("[")[0].removeprefix("tests/"), []).append(item)
     for name, cells in grids.items():
         path, _, test = name.partition("::test_")
-        asked = None if name in EACH_MODEL else config.getoption("cells")
-        most = min(DEAR.get(path, {}).get(test, len(cells)), asked or len(cells))
+        values, asked = list(map(_values, cells)), config.getoption("cells") or len(cells)
+        if name in EACH_MODEL and asked < len(cells):
+            values = [{x for x in each if x[0] == "model 0"} for each in values]
+            asked = len(set().union(*values))
+        most = min(DEAR.get(path, {}).get(test, len(cells)), asked)
         if most < len(cells):
-            kept = set(covering([cell.nodeid for cell in cells], list(map(_values, cells)), most))
+            kept = set(covering([cell.nodeid for cell in cells], values, most))
             for i, cell in enumerate(cells):
                 if i not in kept:
                     cell.add_marker(pytest.mark.slow)
