@@ -86,8 +86,8 @@ class Clock:
         return times
 
     def ceilings(self, dtype: torch.dtype) -> Ceilings:
-        """A square matrix product (8192 on CUDA, 1024 on a CPU) in ``dtype`` and a copy of 2 GiB (64 MiB)."""
-        n, nbytes = (8192, 2**31) if self.is_cuda else (1024, 2**26)
+        """A square matrix product (8192 on CUDA, 256 on a CPU) in ``dtype`` and a copy of 2 GiB (64 MiB)."""
+        n, nbytes = (8192, 2**31) if self.is_cuda else (256, 2**26)
         a, b = (torch.randn(n, n, dtype=dtype, device=self.device) for _ in range(2))
         source = torch.ones(nbytes, dtype=torch.uint8, device=self.device)
         target = torch.empty_like(source)
