@@ -13,6 +13,7 @@ import condense
 from condense.ops.torch import attend
 
 LCA, DGA = (method.replace(rep_bias="log_size") for method in (tiny.METHODS["lca"], tiny.DGA))
+LENGTHS = (45, 61, 13)
 
 
 @pytest.fixture(autouse=True)
@@ -29,8 +30,12 @@ def out_and_gradients(function, inputs):
     return [out, *torch.autograd.grad(out.square().sum(), inputs)]
 
 
-@pytest.mark.parametrize(("method", "return_lse"), [(tiny.CCA, True), (LCA, False)], ids=str)
-def test_attention(method, return_lse, monkeypatch):
+@pytest.mark.parametrize(
+    ("method", "return_lse", "lengths"),
+    [(tiny.CCA, True, LENGTHS), (LCA, False, (61,)), pytest.param(LCA, False, LENGTHS, marks=pytest.mark.slow)],
+    ids=str,
+)
+def test_attention(method, return_lse, lengths, monkeypatch):
     """One compiled function for all lengths. The second is longer than a block of queries and computes blocks again; of
     the last one group is made, a number that no other length may stand for.
     """
@@ -41,12 +46,13 @@ def test_attention(method, return_lse, monkeypatch):
         return torch.cat([result[0], result[1][..., None]], -1) if return_lse else result
 
     compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
-    for L in (45, 61, 13):
+    for L in lengths:
         inputs = qkv(L)
         got, want = out_and_gradients(compiled, inputs), out_and_gradients(attention, inputs)
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow  # it compiles C++, of a graph that the others trace too
 def test_attention_by_the_default_compiler():
     """At most twice as far from float64 as what is not compiled, in float32: PyTorch 2.11 compiles no float64 here."""
 

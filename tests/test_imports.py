@@ -70,9 +70,14 @@ def unit_of(path):
 
 
 @functools.cache
+def parsed(path):
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@functools.cache
 def imported(path):
     package, names = [*path.relative_to(SOURCE.parent).parts[:-1]], []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -118,7 +123,7 @@ def test_kernels_name_constants_without_their_module():
     for path in FILES:
         if path.relative_to(SOURCE).parts[:2] not in {("ops", "triton"), ("ops", "hopper")}:
             continue
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = parsed(path)
         aliases = {x.asname or x.name for n in tree.body if isinstance(n, ast.ImportFrom) for x in n.names}
         functions = (n for n in tree.body if isinstance(n, ast.FunctionDef))
         for function in (n for n in functions if any("jit" in ast.unparse(x) for x in n.decorator_list)):
@@ -149,7 +154,7 @@ def test_no_machine_paths():
 def too_long(path):
     """Functions with too many parameters, but for kernels that the host starts, operations and commands."""
     name = path.relative_to(SOURCE).as_posix()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in definitions(path):
         if not isinstance(node, ast.FunctionDef) or node.name in LONG_SIGNATURES.get(name, ()):
             continue
         decorators = " ".join(map(ast.unparse, node.decorator_list))
@@ -168,10 +173,10 @@ def test_functions_take_few_parameters():
     assert not [found for path in FILES for found in too_long(path)]
 
 
+@functools.cache
 def definitions(path):
-    tree = ast.parse(path.read_text(encoding="utf-8"))
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    return [node for node in ast.walk(tree) if isinstance(node, kinds)]
+    return [node for node in ast.walk(parsed(path)) if isinstance(node, kinds)]
 
 
 def test_docstrings_begin_with_a_noun_or_a_verb():

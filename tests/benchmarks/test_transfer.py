@@ -161,10 +161,10 @@ def test_training_skips_a_step_that_overflows_and_fails_after_several(drawn, mon
 
     monkeypatch.setattr(makes, "step", step)
     monkeypatch.setattr(makes.time, "monotonic", partial(next, iter(range(10**9))))  # each look is a second later
-    given = {"seed": 0, "workers": 0, "stages": ((128, 0.5, 128), (256, 0.5, 256)), "log": log.append}
-    makes.train(model, drawn, 30.0, **given)
+    given = {"seed": 0, "workers": 0, "stages": ((128, 0.5, 128), (160, 0.5, 160)), "log": log.append}
+    makes.train(model, drawn, 16.0, **given)
     assert [entry["step"] for entry in log if "skipped" in entry] == [3]
-    assert {entry["length"] for entry in log if "length" in entry} == {128, 256}
+    assert {entry["length"] for entry in log if "length" in entry} == {128, 160}
     assert makes.rate_at(0.1, 1.0) == 1.0 > makes.rate_at(0.9, 1.0) > makes.rate_at(1.0, 1.0) > 0
     bad |= set(range(1000, 10**5))
     calls = iter(range(1000, 10**9))

@@ -140,7 +140,7 @@ def refused(message, *arguments, **options):
 def story(tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "story.txt"
     lines = demo_text().text.splitlines()
-    lines = [line for line in lines if not line.startswith("The number of")][:60]
+    lines = [line for line in lines if not line.startswith("The number of")][:30]
     path.write_text("\n".join([*lines[:10], LINE, *lines[10:]]) + "\n", encoding="utf-8")
     return path
 

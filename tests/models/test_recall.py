@@ -12,6 +12,7 @@ from transformers import StaticCache
 
 import condense
 from condense.caches import store
+from condense.models import watch
 from condense.models.watch import unread_share
 from condense.ops.recall.choice import choose_groups, index_scores, token_scores
 from condense.ops.step import StepCall
@@ -174,12 +175,13 @@ def test_padding_has_no_closed_mass_and_open_groups_leave_nothing():
     with torch.no_grad(), condense.closed_mass(model) as shares:
         cache = model(IDS, attention_mask=MASK, use_cache=True).past_key_values
         mask = torch.cat([MASK, MASK.new_tensor([[1], [0], [1]])], 1)
-        model.model.layers[1].self_attn.compile(backend="eager")
         model(IDS[:, :1], attention_mask=mask, past_key_values=cache)
         tiny.refused("watched already", condense.closed_mass(model).__enter__)
     for (share,) in shares.values():
         assert share.nan_to_num(-1.0).tolist() == [[0.0] * 4, [-1.0] * 4, [0.0] * 4]
     tiny.refused("must have layers with Recall", condense.closed_mass(tiny.model("llama")).__enter__)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="compile without fullgraph"):
+        torch.compile(lambda: watch._note([], IDS, None, None, 1.0), fullgraph=True, backend="eager")()
 
 
 @pytest.fixture
