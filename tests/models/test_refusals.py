@@ -1,7 +1,7 @@
 """Models that cannot work are refused with a ValueError that names the way out, and nothing has changed afterwards."""
 
 import copy
-from functools import partial
+from functools import lru_cache, partial
 
 import pytest
 import torch
@@ -36,12 +36,17 @@ OVERLAYS = {
 }  # fmt: skip
 
 
+@lru_cache
+def computed():
+    model = condense.apply(tiny.model("llama"), tiny.CCA)
+    return tiny.logits(model, IDS), tiny.generate(model, IDS)
+
+
 @pytest.fixture
 def model():
     """A condensed model that must compute the same after the test as before."""
     model = condense.apply(tiny.model("llama"), tiny.CCA)
-    expected, config = tiny.logits(model, IDS), copy.deepcopy(model.config.to_dict())
-    tokens = tiny.generate(model, IDS)
+    config, (expected, tokens) = copy.deepcopy(model.config.to_dict()), computed()
     yield model
     assert model.config.to_dict() == config
     assert condensed_layers(model) == dict.fromkeys(range(3), tiny.CCA)
