@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from condense.tasks import Corpus
 
-# Cells per grid of caches, steps and kernels in `make test`, chosen by `grids.covering`; at night and on a GPU all run.
+# Cells per grid that takes long in `make test`, chosen by `grids.covering`; at night and on a GPU all run.
 DEAR = {
     "benchmarks/test_transfer.py": {"each_make_learns_from_the_first_steps": 2,
         "what_follows_a_prompt_is_read_as_steps_read_it": 3},
