@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from condense.methods import Chunks, Context, FirstEntries, Method, check_trainable, split_bias
+from condense.methods.checks import attend_checked, check_entries
 from condense.methods.prompt import kept_tokens
 from condense.ops import EntryFormat, Source, SummarySpans, summarize
 from condense.ops.api import running_sums
@@ -70,7 +71,7 @@ def extend(
             summary = summary.expand(-1, -1, due.num, -1)
         chunks = Chunks(window_k, window_v, due.columns, due.num, method.layout.rule.chunk, due.numbers)
         new = method.represent(chunks, summary, scale=scale, backend=backend)
-        _check_entries(method, new, k, v, due.num)
+        check_entries(method, new, k, v, due.num)
     fine: tuple[Tensor, ...] = ()
     if reading.merged is not None:
         fine = _fine_entries(before.fine, (k[:, :, :0], v[:, :, :0]) if new is None else new, due)
@@ -173,34 +174,6 @@ def _sums(before: Tensor, v: Tensor, reading: Reading, method: Method, backend: 
     return clamped_columns(sums, sums.shape[2] - num + made - kept, kept).clone(), GroupMeans(means, first)
 
 
-def _check_entries(method: Method, new: object, k: Tensor, v: Tensor, num_chunks: int) -> None:
-    """Raise ValueError unless ``new``, made by `Method.represent`, holds the entries of ``num_chunks`` chunks."""
-    layout = method.layout
-    shape = (*k.shape[:2], num_chunks * layout.rule.entries)
-    tensors = new if isinstance(new, tuple) else ()
-    # compared by ==, because under torch.compile `in` does not recognise a length that varies
-    fits = all(
-        any(x.shape == (*shape, width) for width in (token.shape[3], 0)) and x.dtype == token.dtype
-        for x, token in zip(tensors, (k, v), strict=False)
-    )
-    if len(tensors) < 2 or not fits:
-        got = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in tensors) or type(new).__name__
-        raise ValueError(
-            f"{type(method).__name__}.represent must return keys {(*shape, k.shape[3])} and values "
-            f"{(*shape, v.shape[3])} in {k.dtype} and {v.dtype}, as a tuple, got {got}"
-        )
-    if layout.coarse is not None and len(tensors) != 2:
-        raise ValueError(
-            f"{type(method).__name__}.represent must return keys and values alone, as entries are merged into coarse "
-            f"ones, got {len(tensors)} tensors"
-        )
-    if layout.matched and (len(tensors) < 3 or tensors[2].shape != (*shape, 1)):
-        raise ValueError(
-            f"{type(method).__name__}.represent must return biases {(*shape, 1)} after keys and values, as its layout "
-            "is matched"
-        )
-
-
 def _append(old: tuple[Tensor, ...], new: tuple[Tensor, ...], due: ChunkRange, num_first: PerRow) -> tuple[Tensor, ...]:
     """The old entries, then those of the new chunks. Keys and values begin with ``num_first`` first entries."""
     old = (*old, *(x[:, :, :0] for x in new[len(old) :]))
@@ -276,7 +249,7 @@ def attention(
 
         def run(q: Tensor, k: Tensor, v: Tensor, plan: ForwardPlan) -> tuple[Tensor, Tensor | None]:
             context, _ = extend(method, None, q, k, v, scale=scale, plan=plan, backend=backend)
-            return method.attend(q, context, scale=scale, backend=backend, return_lse=return_lse)
+            return attend_checked(method, q, context, scale=scale, backend=backend, return_lse=return_lse)
 
         out, lse = run_planned(method, run, (q, k, v), cu_seqlens, padding)
     return out if lse is None else (out, lse)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from condense.functional import extend
 from condense.methods import Context, Method
+from condense.methods.checks import attend_checked
 from condense.ops import Source
 from condense.ops.checks import check_alike, check_scale, check_shapes
 from condense.ops.latents import Ranks, UpProjection
@@ -93,7 +94,7 @@ def attend_latents(
     lengths = [x.shape[2] for x in (*(x.k for x in context.sources), *context.extra[2:]) if x.shape[3] > 0]
     if up.absorbing_pays(q.shape[2], sum(lengths)):
         latents = tuple(up.view(source, absorb=True) for source in context.sources)
-        out, lse = method.attend(up.absorb(q), context._replace(sources=latents), **options)
+        out, lse = attend_checked(method, up.absorb(q), context._replace(sources=latents), **options)
         return up.project_out(out), lse
     of_entries = [up.view(source, absorb=False) for source in entries]
     if new is None:
@@ -103,4 +104,5 @@ def attend_latents(
     else:
         k, v = up.expand(window.k[:, :, :before])
         expanded = torch.cat([k, new[0]], dim=2), torch.cat([v, new[1]], dim=2)
-    return method.attend(q, context._replace(sources=(*of_entries, Source(*expanded)), projection=up), **options)
+    context = context._replace(sources=(*of_entries, Source(*expanded)), projection=up)
+    return attend_checked(method, q, context, **options)

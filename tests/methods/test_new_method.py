@@ -24,6 +24,11 @@ def _mean(chunks):
     return k.mean(3), v.mean(3)
 
 
+def _more(chunks, dtype):
+    """Means of a chunk, and a further tensor."""
+    return *_mean(chunks), getattr(chunks.tokens()[0].mean((3, 4))[..., None], dtype)()
+
+
 class Means(condense.Method):
     def represent(self, chunks, summary, *, scale, backend):
         return _mean(chunks)
@@ -152,7 +157,7 @@ LAYOUTS = [
     (Layout(RULE, coarse=Coarse(1, 20)), r"coarse.chunks must be an integer >= 2, got 1", _mean),
     (Layout(RULE, coarse=Coarse(4, 13)), r"two chunks more than the window of tokens, 14 or more, got .*13", _mean),
     (Layout(RULE, entry_bits=8, coarse=Coarse(4, 20)), "coarse entries are means of 16-bit entries", _mean),
-    (Layout(RULE, coarse=Coarse(4, 20)), "keys and values alone, .* got 3 tensors", lambda x: (*_mean(x), _mean(x)[0])),
+    (Layout(RULE, coarse=Coarse(4, 20)), "without coarse entries, got 3 tensors", lambda x: _more(x, "double")),
     (Layout(RULE), "Own.represent.*got NoneType", lambda chunks: None),
     (Layout(RULE), "Own.represent.*as a tuple, got Tensor", lambda chunks: _mean(chunks)[0]),
     (Layout(RULE), r"Own.represent.*got \(1, 1, 5, 4\) torch.float64$", lambda chunks: _mean(chunks)[:1]),
@@ -160,7 +165,21 @@ LAYOUTS = [
     # twice as many entries as the layout says would otherwise be read one for another
     (Layout(RULE), r"\(1, 1, 5, 4\) .* 10, 4\)", lambda chunks: tuple(x.repeat(1, 1, 2, 1) for x in _mean(chunks))),
     (Layout(RULE), r"got \(1, 1, 5, 1, 4\)", lambda chunks: tuple(x[..., None, :] for x in _mean(chunks))),
-    (Layout(RULE, num_summary=1, matched=True), r"must return biases \(1, 1, 5, 1\)", _mean),
+    (Layout(RULE, num_summary=1, matched=True), r"must return biases \(1, 1, 5, 1\).*got none", _mean),
+    # biases in half precision would be exact to three digits only
+    (Layout(RULE, matched=True), r"float32 or wider.*got \(1, 1, 5, 1\) torch.float16", lambda x: _more(x, "half")),
+    (Layout(RULE), r"got \(1, 1, 5, 4\) torch.float64, NoneType", lambda chunks: (_mean(chunks)[0], None)),
+    # tensors that nothing reads; a static cache has no room for them
+    (Layout(RULE), "must return keys and values alone.*got 3 tensors", lambda chunks: _more(chunks, "double")),
+    # the spans of a rule of one's own would be read by some parts of the library, and its numbers by others
+    (Layout(type("Own", (UniformRule,), {})(chunk=4, window=6)), "rule must be a condense.ops.UniformRule", _mean),
+    (Layout(None), "rule must be a condense.ops.UniformRule .*, got None", _mean),
+    (Layout(UniformRule(4, 6, max_chunks=-1)), "max_chunks must be an integer >= 0, got -1", _mean),
+    (Layout(RULE, bias=("a",)), r"each entry of a chunk, 1, or empty, got \('a',\)", _mean),
+    (Layout(RULE, bias=(1.5,), matched=True), r"bias must be empty if matched.*got \(1\.5,\)", _mean),
+    (Layout(RULE, pooling=("mean", "mean")), r"pooling must be a ChunkPooling or None, got \('mean', 'mean'\)", _mean),
+    (Layout(RULE, lookahead=True), "lookahead must be a Lookahead or None, got True", _mean),
+    (Layout(RULE, pooling=ChunkPooling("mean", "mean", 2)), "num_focal.*, 3, but the rule has entries=1", _mean),
 ]
 
 
@@ -172,6 +191,68 @@ def test_layouts_that_cannot_be_and_entries_that_do_not_fit(layout, said, entrie
 
     Own.layout = layout
     tiny.refused(said, condense.attention, *oracle.random_qkv(1, 2, 1, 20, 4, 4), method=Own())
+
+
+def test_further_tensors_hold_as_many_columns_for_each_chunk():
+    class Own(condense.Method):
+        layout = Layout(RULE)
+
+        def represent(self, chunks, summary, *, scale, backend):
+            return *_mean(chunks), chunks.window_k[:, :, :1]
+
+        def attend(self, q, context, **options):
+            return super().attend(q, context, **options)
+
+    said = r"further tensors of shape \[1, 1, n \* 6, ...\], .* got \(1, 1, 1, 4\)"
+    tiny.refused(said, condense.attention, *oracle.random_qkv(1, 2, 1, 26, 4, 4), method=Own())
+
+
+ATTENDED = [
+    (
+        lambda out, lse: (out.transpose(1, 2), None),
+        r"must return an output \(1, 2, 26, 4\) torch.float64.*\(1, 26, 2, 4\)",
+    ),
+    (lambda out, lse: out, "as a tuple, got Tensor"),
+    (lambda out, lse: (out.float(), None), r"got \(1, 2, 26, 4\) torch.float32, NoneType"),
+]
+
+
+@pytest.mark.parametrize(("attended", "said"), ATTENDED)
+def test_outputs_of_an_attend_that_do_not_fit(attended, said):
+    """Transformers' attention functions return heads behind tokens, which the output projection would not notice."""
+
+    class Own(Means):
+        layout = Layout(RULE)
+
+        def attend(self, q, context, **options):
+            return attended(*super().attend(q, context, **options))
+
+    tensors = oracle.random_qkv(1, 2, 1, 26, 4, 4)
+    tiny.refused(said, condense.attention, *tensors, method=Own())
+    for family in ("llama", "deepseek_v3"):
+        model = tiny.model(family)
+        with condense.use(model, Own()):
+            tiny.refused("Own.attend must return an output", tiny.logits, model, tiny.tokens(1, 26))
+
+
+def test_an_lse_that_was_asked_for_and_one_that_was_not():
+    class Never(Means):
+        layout = Layout(RULE)
+
+        def attend(self, q, context, **options):
+            return super().attend(q, context, **options)[0], None
+
+    class Always(Means):
+        layout = Layout(RULE)
+
+        def attend(self, q, context, *, return_lse=False, **options):
+            return super().attend(q, context, return_lse=True, **options)
+
+    tensors = oracle.random_qkv(1, 2, 1, 26, 4, 4)
+    tiny.refused(
+        r"if return_lse, a log-sum-exp \(1, 2, 26\)", condense.attention, *tensors, method=Never(), return_lse=True
+    )
+    assert condense.attention(*tensors, method=Always()).shape == (1, 2, 26, 4)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, "0.5", None, True])

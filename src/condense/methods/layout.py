@@ -103,20 +103,36 @@ class Layout:
         return (self.rule, self.summary_delay) if self.coarse_rule is None else self.coarse_rule.made_by
 
 
+_RECORDS = {"pooling": ChunkPooling, "choice": ChoiceSettings, "lookahead": Lookahead, "coarse": Coarse}
+
+
 def check_layout(layout: Layout) -> None:
     """Raise ValueError for anything but a `Layout`, and for numbers that no method can have."""
     if not isinstance(layout, Layout):
         raise ValueError(f"layout: wanted a condense.methods.layout.Layout, got {layout!r}")
     rule, bias = layout.rule, layout.bias
     # not by `check_fields`, which torch.compile cannot trace
+    if type(rule) is not UniformRule:  # caches and kernels read its numbers, never the `spans` of a class of one's own
+        raise ValueError(
+            f"layout: rule must be a condense.ops.UniformRule (condense.ops.attend takes any), got {rule!r}"
+        )
+    for name, kind in _RECORDS.items():
+        if not isinstance(getattr(layout, name), kind | None):
+            raise ValueError(f"layout: {name} must be a {kind.__name__} or None, got {getattr(layout, name)!r}")
     check_int("layout: chunk", rule.chunk, 1)
     check_int("layout: entries", rule.entries, 1)
     check_int("layout: window", 0 if rule.window is None else rule.window, 0)
+    check_int("layout: max_chunks", 0 if rule.max_chunks is None else rule.max_chunks, 0)
     check_int("layout: num_summary", layout.num_summary, 0)
     check_int("layout: summary_delay", layout.summary_delay, 0)
     check_choice("layout: entry_bits", layout.entry_bits, get_args(Bits))
     if layout.pooling is not None:
         check_poolings("layout: pooling", *layout.pooling[:2], scored=layout.num_summary > 0)
+        if rule.entries != layout.pooling.num_focal + 1:
+            raise ValueError(
+                f"layout: pooling makes num_focal + 1 entries of a chunk, {layout.pooling.num_focal + 1}, but the rule "
+                f"has entries={rule.entries}: make them agree, or leave pooling out"
+            )
     if layout.choice is not None and layout.pooling is not None and (layout.pooling != MEANS or layout.matched):
         raise ValueError(
             "layout: with a choice, pooling must be means without biases of their own, or None for an own represent, "
@@ -127,11 +143,14 @@ def check_layout(layout: Layout) -> None:
             f"layout: summary_delay must be at most the window, {rule.window}, after which queries see a chunk's "
             f"entries, got {layout.summary_delay}"
         )
-    if not isinstance(bias, tuple) or len(bias) not in (0, rule.entries) or not all(map(math.isfinite, bias)):
+    numbers = isinstance(bias, tuple) and all(isinstance(x, int | float) and math.isfinite(x) for x in bias)
+    if not numbers or len(bias) not in (0, rule.entries):
         raise ValueError(
             f"layout: bias must be a tuple with a finite number for each entry of a chunk, {rule.entries}, or empty, "
             f"got {bias!r}"
         )
+    if layout.matched and bias:
+        raise ValueError(f"layout: bias must be empty if matched, as `represent` returns each entry's bias, got {bias}")
     if layout.coarse is not None:
         _check_coarse(layout, layout.coarse)
 

@@ -18,6 +18,7 @@ from transformers import Cache, StaticCache
 from condense.caches import CACHE, CondensedLayer, Expected, StaticCondensedLayer
 from condense.caches.store import join_writes
 from condense.methods import Method
+from condense.methods.checks import attend_checked
 from condense.models.families import FAMILIES, REGISTERED, is_latent, stock_class
 from condense.models.forward import (
     AttentionCall,
@@ -223,7 +224,7 @@ def _condensed(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attention ``[B, H, L, Dv]`` of new right-aligned tokens to themselves and to the tokens in the cache."""
     method = method_of(call.module)
     context = read_tokens(call, method, q, k, v)
-    return method.attend(q, context, scale=call.scale, dropout_p=call.dropout, extras=call.extras)[0]
+    return attend_checked(method, q, context, scale=call.scale, dropout_p=call.dropout, extras=call.extras)[0]
 
 
 class CondensedAttention(nn.Module):
