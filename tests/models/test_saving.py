@@ -63,6 +63,15 @@ def test_the_folder_says_how_to_load_it(folder, tmp_path):
     assert (tmp_path / "README.md").read_text() == "mine"
 
 
+def test_the_folder_says_which_module_defines_a_method_of_ones_own(tmp_path):
+    class Mine(condense.CCA):
+        name = "mine"
+
+    condense.apply(tiny.model("llama"), {0: Mine(), "rest": tiny.CCA}).save_pretrained(tmp_path)
+    card = (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert f"import condense\nimport {__name__}  # defines Mine\nfrom transformers import" in card
+
+
 @pytest.mark.parametrize("name", SAVED)
 def test_assignments_survive_and_the_rest_stays_stock(models, folder, name):
     loaded = AutoModelForCausalLM.from_pretrained(folder / name)

@@ -143,7 +143,13 @@ def _write_card(path: Path, methods: dict[int, Method]) -> None:
     is_own = path.is_file() and path.read_text("utf-8", "replace").startswith(card.partition("{")[0])
     if methods and path.parent.is_dir() and (is_own or not path.exists()):
         text = ", ".join(f"`{method}`" for method in dict.fromkeys(methods.values()))
-        path.write_text(card.format(methods=text, version=__version__), encoding="utf-8")
+        classes = {type(method) for method in methods.values()}
+        own = {
+            f"import {c.__module__}  # defines {c.__name__}\n"
+            for c in classes
+            if not c.__module__.startswith("condense.")
+        }
+        path.write_text(card.format(methods=text, version=__version__, own="".join(sorted(own))), encoding="utf-8")
     elif is_own:
         path.unlink()
 
