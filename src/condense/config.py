@@ -6,7 +6,8 @@ import dataclasses
 import difflib
 import math
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Literal, NamedTuple, TypeGuard, get_args, get_origin
+from contextlib import suppress
+from typing import Annotated, Any, Literal, NamedTuple, TypeGuard, get_args, get_origin, get_type_hints
 
 from condense.named import NAMED_SETTINGS, full_settings
 
@@ -98,10 +99,15 @@ def check_fields(settings: Any) -> None:
     """Raise ValueError for a field of a dataclass that is not what its type says: one of some choices, a bool, a number
     in its range, or a list or tuple (of anything).
 
-    A number without a range must be finite. Fields of other types are not checked, nor are postponed annotations.
+    A number without a range must be finite. Fields of other types are not checked, nor are annotations as text that
+    name something unknown to the class's module.
     """
-    for field in dataclasses.fields(settings):
-        name, kind, value = field.name, field.type, getattr(settings, field.name)
+    fields, kinds = dataclasses.fields(settings), {}
+    if any(isinstance(field.type, str) for field in fields):  # from __future__ import annotations
+        with suppress(NameError):
+            kinds = get_type_hints(type(settings), include_extras=True)
+    for field in fields:
+        name, kind, value = field.name, kinds.get(field.name, field.type), getattr(settings, field.name)
         if type(None) in get_args(kind):
             if value is None:
                 continue

@@ -269,6 +269,20 @@ def test_bad_numbers_are_named(value):
     assert Own(count=10**400, strength=10**400).count == 10**400
 
 
+def test_settings_with_postponed_annotations_are_checked():
+    """As every annotation is under ``from __future__ import annotations``."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Own(condense.Method):
+        strength: "float" = 0.5
+        count: "int | None" = None
+        layout = Layout(RULE)
+
+    tiny.refused("strength must be a finite number, got 'abc'", Own, strength="abc")
+    tiny.refused("count must be an integer, got 0.5", Own, count=0.5)
+    assert Own(count=None, strength=1).count is None
+
+
 def test_a_method_that_reads_a_prompt_at_once_looks_ahead():
     class Own(condense.Method):
         name: ClassVar[str] = "own-prompt"
