@@ -329,6 +329,13 @@ def test_a_saved_model_keeps_its_layers_and_reads_standard_input_as_it_is(saved,
     assert [layer["method"] for layer in json.loads(layers.read_text())["results"]["layers"]] == [None, method]
 
 
+def test_inspect_says_that_a_model_is_not_served_as_it_was_saved(tmp_path):
+    condense.apply(tiny_llama(), condense.DGA(group_size=4, window=8)).save_pretrained(tmp_path)
+    shown = ran("inspect", "--model", str(tmp_path), "--length", "1000").stdout
+    assert "--max-model-len 1000 --method recall-device, or recall-host; not as saved: method must be one of" in shown
+    assert "got DGA(group_size=4, window=8): others run with model.generate" in shown
+
+
 def before(monkeypatch, cls, name, call):
     """From now on ``call`` gets the object whose method is about to run."""
     stock = getattr(cls, name)

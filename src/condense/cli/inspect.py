@@ -18,6 +18,7 @@ from condense.cli import models, options
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from condense.models.choice import MethodChoice
     from condense.models.fit import CacheFit
     from condense.models.inspect import LayerReport
 
@@ -77,7 +78,7 @@ def inspect_command(
         _print_room(fits, memory, weights, host_memory)
     if is_quantised and not stored:
         print(f"Its weights are quantised, but counted in {dtype}: give a folder that holds them in safetensors.")
-    for line in _lines_to_type(skeleton, model or "DIR", tokens, is_saved=saved is not None):
+    for line in _lines_to_type(skeleton, model or "DIR", tokens, saved):
         print(line)
     if to_json is not None:
         content = {"model": name, "length": tokens, "dtype": dtype, "layers": reports}
@@ -128,22 +129,26 @@ def _print_room(fits: Sequence[CacheFit], memory: str, weights: int, host_memory
             print(f"{fit.name}: {fit.requests:,} requests need {needed:,.0f} GiB on the host (--host-memory)")
 
 
-def _lines_to_type(model: PreTrainedModel, folder: str, tokens: int, *, is_saved: bool) -> list[str]:
+def _lines_to_type(model: PreTrainedModel, folder: str, tokens: int, saved: MethodChoice | None) -> list[str]:
     """Commands for the named settings, and the settings that a model with fewer positions needs.
 
-    is_saved: the folder says how the model is condensed.
+    saved: the choice that the folder names, None without one.
     """
     from condense.models.families import max_learned_positions
+    from condense.models.inspect import served_layers
     from condense.serving.vllm.register import ARCHITECTURES
 
     lines = ['transformers: condense.apply(model, "recall-host"), "recall-device" or, once adapted, "pooled"']
     served = type(model).__name__ in ARCHITECTURES
     if served:
-        default = "as saved" if is_saved else "recall-device"
-        lines.append(
-            f"vLLM: condense serve {quote(folder)} --max-model-len {tokens} ({default}); with --method recall-host or, "
-            "once adapted, pooled"
-        )
+        line = f"vLLM: condense serve {quote(folder)} --max-model-len {tokens}"
+        try:
+            default = "recall-device" if saved is None else "as saved"
+            if saved is not None:
+                served_layers(model, saved, tokens)
+            lines.append(f"{line} ({default}); with --method recall-host or, once adapted, pooled")
+        except ValueError as error:
+            lines.append(f"{line} --method recall-device, or recall-host; not as saved: {error}")
     config: Any = model.config.get_text_config(decoder=True)
     positions = getattr(config, "max_position_embeddings", None)
     if positions is None or tokens <= positions:
