@@ -32,7 +32,8 @@ def calibrated(
     latents = bool(getattr(model.config, "kv_lora_rank", None))
     means = LCA() if latents else CCA(key_pooling="mean", value_pooling="mean")
     means = means.replace(window=256, rep_bias="log_size", entry_bits=4)
-    recall = Recall(window=256, store_bits=4, num_recall=1.0, prompt="exact" if latents else "shared")
+    few = Recall(window=256, num_recall=512, prompt="shared", store_bits=4)
+    recall, fewer = (few.of_layer(is_first=is_first, has_latents=latents) for is_first in (True, False))
     goals = {f"calibrated to {share:.0%}, host memory": CalibrationConfig(cache=share) for share in _SHARES}
     candidates = recall, means, StreamingLLM(sink=4, window=1024)
     goals[f"calibrated to {_ON_DEVICE:.0%}"] = CalibrationConfig(cache=_ON_DEVICE, candidates=candidates)
@@ -43,7 +44,7 @@ def calibrated(
             # goals with the same candidates share what was measured
             measured = Path(folder, f"{len(goal.candidates)}.json")
             found[name] = calibrate(model, tokenizer, texts, replace(goal, **asked), measured=measured).allocation
-    on_device, fewer = found[f"calibrated to {_ON_DEVICE:.0%}"], recall.replace(num_recall=1024 if latents else 512)
+    on_device = found[f"calibrated to {_ON_DEVICE:.0%}"]
     for layer in sorted(on_device)[1:]:
         on_device[layer] = fewer if on_device[layer] == recall else on_device[layer]
     return found

@@ -63,13 +63,18 @@ def test_the_folder_says_how_to_load_it(folder, tmp_path):
     assert (tmp_path / "README.md").read_text() == "mine"
 
 
-def test_the_folder_says_which_module_defines_a_method_of_ones_own(tmp_path):
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [("mine", "import mine  # defines Mine"), ("__main__", "# here the class Mine, which a script defined")],
+)
+def test_the_folder_says_where_a_method_of_ones_own_is_defined(module, line, tmp_path):
     class Mine(condense.CCA):
         name = "mine"
+        __module__ = module
 
     condense.apply(tiny.model("llama"), {0: Mine(), "rest": tiny.CCA}).save_pretrained(tmp_path)
     card = (tmp_path / "README.md").read_text(encoding="utf-8")
-    assert f"import condense\nimport {__name__}  # defines Mine\nfrom transformers import" in card
+    assert f"import condense\n{line}\nfrom transformers import" in card
 
 
 @pytest.mark.parametrize("name", SAVED)

@@ -143,12 +143,13 @@ def _lines_to_type(model: PreTrainedModel, folder: str, tokens: int, saved: Meth
     if served:
         line = f"vLLM: condense serve {quote(folder)} --max-model-len {tokens}"
         try:
-            default = "recall-device" if saved is None else "as saved"
             if saved is not None:
                 served_layers(model, saved, tokens)
-            lines.append(f"{line} ({default}); with --method recall-host or, once adapted, pooled")
         except ValueError as error:
             lines.append(f"{line} --method recall-device, or recall-host; not as saved: {error}")
+        else:
+            default = "recall-device" if saved is None else "as saved"
+            lines.append(f"{line} ({default}); with --method recall-host or, once adapted, pooled")
     config: Any = model.config.get_text_config(decoder=True)
     positions = getattr(config, "max_position_embeddings", None)
     if positions is None or tokens <= positions:

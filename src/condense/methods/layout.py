@@ -112,7 +112,7 @@ def check_layout(layout: Layout) -> None:
         raise ValueError(f"layout: wanted a condense.methods.layout.Layout, got {layout!r}")
     rule, bias = layout.rule, layout.bias
     # not by `check_fields`, which torch.compile cannot trace
-    if type(rule) is not UniformRule:  # caches and kernels read its numbers, never the `spans` of a class of one's own
+    if type(rule) is not UniformRule:  # caches and kernels read its numbers, and not the `spans` of a derived class
         raise ValueError(
             f"layout: rule must be a condense.ops.UniformRule (condense.ops.attend takes any), got {rule!r}"
         )

@@ -145,7 +145,9 @@ def _write_card(path: Path, methods: dict[int, Method]) -> None:
         text = ", ".join(f"`{method}`" for method in dict.fromkeys(methods.values()))
         classes = {type(method) for method in methods.values()}
         own = {
-            f"import {c.__module__}  # defines {c.__name__}\n"
+            f"# here the class {c.__name__}, which a script defined\n"
+            if c.__module__ == "__main__"
+            else f"import {c.__module__}  # defines {c.__name__}\n"
             for c in classes
             if not c.__module__.startswith("condense.")
         }

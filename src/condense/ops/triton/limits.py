@@ -191,7 +191,7 @@ def settings_obstacle(settings: StepSettings) -> str | None:
     focal, chunk, queries, found = settings.num_focal, settings.rule.chunk, settings.num_summary, []
     if settings.key_pooling is None or settings.value_pooling is None:
         found.append("supports built-in pooling only in a decode step, and this method makes its entries itself")
-    if settings.rule.entries != focal + 1:
+    elif settings.rule.entries != focal + 1:
         found.append(f"makes num_focal + 1 = {focal + 1} entries per chunk, got {settings.rule.entries}")
     if settings.entry_bits < 16 and (focal > 0 or settings.has_first):
         found.append(f"keeps single tokens among entries in 16 bits, got entry_bits={settings.entry_bits}")
