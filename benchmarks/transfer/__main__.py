@@ -10,7 +10,8 @@
 (GPU, make, seconds of training, the second after the start by which measuring ends and, if the weights are to be kept
 beside the results, their bits), and writes every result as soon as it is there: above, nine minutes on two H200. With
 ``--weights FOLDER`` models whose weights lie there are measured and not trained. With ``--adapt SECONDS`` the model is
-adapted to pooled layers, form after form, and this is measured. `run` and `warm` are what it starts.
+adapted to pooled layers, form after form, or with ``--study calibrated`` to the allocations found for it, and this is
+measured. `run` and `warm` are what it starts.
 `reduce` adds a run to the file of `benchmarks/results` that the study's page is written from.
 """
 
@@ -87,6 +88,7 @@ def _common(command: argparse.ArgumentParser) -> None:
     command.add_argument("--workers", type=int, default=_WORKERS)
     command.add_argument("--adapt", type=float, default=0, help="adapt for so many seconds per form, and measure that")
     command.add_argument("--form", action="append", help="a form to adapt to; more by repeating; all if there is none")
+    command.add_argument("--rate", type=float, action="append", help="a rate to adapt with; more by repeating")
     command.add_argument("--study", default="transfer", choices=_STUDIES, help="the arms to measure")
     command.add_argument("--tiny", action="store_true", help="four layers and short texts, to try everything out")
 
@@ -106,6 +108,7 @@ def lease(options: argparse.Namespace) -> None:
         shared += ["--workers", str(options.workers), "--study", options.study] + ["--tiny"] * options.tiny
         shared += ["--weights", str(options.weights)] if options.weights else []
         shared += ["--adapt", str(options.adapt)] + [x for form in options.form or [] for x in ("--form", form)]
+        shared += [x for rate in options.rate or [] for x in ("--rate", str(rate))]
         lines, warming = [], []
         for make, seconds, until, bits in chain:
             given = ["--make", make, "--train-seconds", seconds, "--until", until, "--save-bits", bits, *shared]

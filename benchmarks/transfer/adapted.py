@@ -1,6 +1,6 @@
-"""Models of the study adapted to pooled layers, alone and with layers of Recall between them.
+"""Models of the study adapted to pooled layers, windows and layers of Recall, in a form or a calibrated allocation.
 
-Each form is learned by distillation from the model's dense self, in groups that grow, on texts of one length.
+Each is learned by distillation from the model's dense self, in groups that grow, on texts of one length.
 """
 
 from __future__ import annotations
@@ -8,14 +8,14 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from makes import new_optimizer, rate_at
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from condense import CCA, Dense, Method, Recall, StreamingLLM, use
+from condense import CCA, LCA, Dense, Method, Recall, StreamingLLM, use
 from condense.train.loss import token_loss
 
 # what vLLM was measured with (docs/serving.md)
@@ -24,53 +24,47 @@ WINDOW = StreamingLLM(sink=4, window=1020)
 # what `recall-device` was
 OPENED = Recall(group_size=32, window=256, num_recall=0.25, unchosen="drop", store_bits=4)
 _SIZES = (4, 8, POOLED.group_size)  # one after another, each for a third of the time
-_RATE = 5e-4
 _WARM_UP = 50  # steps
 _EVERY = 10  # steps from one record to the next
-ByLayer = Mapping[str, Method]
+ByLayer = Mapping[int | str, Method]
 
 
-class Form(NamedTuple):
-    """Methods by layer. far: of every fourth layer, the last among them; rest: of the others."""
-
-    far: Method
-    rest: Method
-
-    def measured(self, layers: int) -> ByLayer:
-        """The method measured in a model of so many layers."""
-        return {",".join(map(str, range(3, layers, 4))): self.far, "rest": self.rest}
-
-    def trained(self, layers: int, group: int) -> ByLayer:
-        """The method trained: pooled layers in groups of so many tokens, dense attention in the place of Recall."""
-        far, rest = (m.replace(group_size=group) if isinstance(m, CCA) else m for m in self)
-        return Form(Dense() if far == OPENED else far, rest).measured(layers)
+def forms_of(layers: int) -> dict[str, ByLayer]:
+    """Methods of a model of so many layers, by name of the form: one for all, or Recall in every fourth layer."""
+    fourth = ",".join(map(str, range(3, layers, 4)))
+    return {
+        "pooled": {"rest": POOLED},
+        "pooled, every fourth Recall": {fourth: OPENED, "rest": POOLED},
+        "window, every fourth Recall": {fourth: OPENED, "rest": WINDOW},
+    }
 
 
-FORMS = {
-    "pooled": Form(POOLED, POOLED),
-    "pooled, every fourth Recall": Form(OPENED, POOLED),
-    "window, every fourth Recall": Form(OPENED, WINDOW),
-}
+def trained(form: ByLayer, group: int) -> ByLayer:
+    """The methods trained for a form: pooled layers in groups of so many tokens, dense ones in the place of Recall."""
+    return {
+        layer: Dense() if isinstance(m, Recall) else m.replace(group_size=group) if isinstance(m, CCA | LCA) else m
+        for layer, m in form.items()
+    }
 
 
 def adapt(
-    model: PreTrainedModel, form: Form, batches: Iterable[tuple[Tensor, Tensor]], passed: Callable[[int], float],
-    log: Callable[[dict[str, Any]], None],
+    model: PreTrainedModel, form: ByLayer, batches: Iterable[tuple[Tensor, Tensor]], passed: Callable[[int], float],
+    log: Callable[[dict[str, Any]], None], rate: float,
 ) -> None:  # fmt: skip
     """Train all weights on batches of tokens and weights ``[B, L]``; ``log`` gets a record at times.
 
-    passed: the share of the training that is over, by the number of steps; at 1 it ends.
+    passed: the share of the training that is over, by the number of steps; at 1 it ends. rate: of learning, at most.
     """
     teacher = copy.deepcopy(model).requires_grad_(False).eval()
-    layers, optimizer = int(model.config.num_hidden_layers), new_optimizer(model, _RATE)
+    optimizer = new_optimizer(model, rate)
     model.train()
     for step, (ids, weights) in enumerate(batches):
         if (share := passed(step)) >= 1:
             break
         group = _SIZES[int(share * len(_SIZES))]
         for part in optimizer.param_groups:
-            part["lr"] = rate_at(share, _RATE) * min(1.0, (step + 1) / _WARM_UP)
-        with use(model, form.trained(layers, group)):
+            part["lr"] = rate_at(share, rate) * min(1.0, (step + 1) / _WARM_UP)
+        with use(model, trained(form, group)):
             losses = _step(model, teacher, ids.to(model.device), weights.to(model.device))
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
         optimizer.step()

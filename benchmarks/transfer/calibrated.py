@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from contenders import Arm
 from texts import Texts
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from condense import CCA, LCA, CalibrationConfig, Recall, StreamingLLM, calibrate
+from condense import CCA, LCA, CalibrationConfig, Method, Recall, StreamingLLM, calibrate
 
 # shares of dense attention's cache that stay on the device, with tokens in host memory
 _SHARES = (0.05, 0.09)
@@ -19,31 +18,35 @@ _ON_DEVICE = 0.16  # and without
 _TEXTS = 6  # that are measured, as many with hidden numbers, and as many again to verify
 
 
+def kinds(*, latents: bool) -> tuple[Method, ...]:
+    """Methods that keep all on the device: Recall of all groups and of 512 (latents: 1,024), pooling, a window."""
+    few = Recall(window=256, num_recall=512, prompt="shared", store_bits=4)
+    recall, fewer = (few.of_layer(is_first=is_first, has_latents=latents) for is_first in (True, False))
+    means = LCA() if latents else CCA(key_pooling="mean", value_pooling="mean")
+    means = means.replace(window=256, rep_bias="log_size", entry_bits=4)
+    return recall, fewer, means, StreamingLLM(sink=4, window=1024)
+
+
 def calibrated(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: Texts, length: int, *, numbers: int
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: Texts, length: int, *, numbers: int, folder: Path
 ) -> dict[str, Arm]:
     """One allocation per size of the cache, found on texts of ``length`` tokens that the model was trained on.
 
     On the device alone Recall is measured with all groups open, which takes no more room, and then opens 512 in all
     layers but the first, as the named settings do, so that steps are fast. numbers: how many are hidden in each text.
+    folder: keeps what was measured of the model, so that another run finds the same in less time.
     """
     rng = np.random.default_rng(0)
     texts = [tokenizer.decode(text.stretch(rng, 2 * length)) for _ in range(2 * _TEXTS)]
-    latents = bool(getattr(model.config, "kv_lora_rank", None))
-    means = LCA() if latents else CCA(key_pooling="mean", value_pooling="mean")
-    means = means.replace(window=256, rep_bias="log_size", entry_bits=4)
-    few = Recall(window=256, num_recall=512, prompt="shared", store_bits=4)
-    recall, fewer = (few.of_layer(is_first=is_first, has_latents=latents) for is_first in (True, False))
+    recall, fewer, means, window = kinds(latents=bool(getattr(model.config, "kv_lora_rank", None)))
     goals = {f"calibrated to {share:.0%}, host memory": CalibrationConfig(cache=share) for share in _SHARES}
-    candidates = recall, means, StreamingLLM(sink=4, window=1024)
-    goals[f"calibrated to {_ON_DEVICE:.0%}"] = CalibrationConfig(cache=_ON_DEVICE, candidates=candidates)
+    goals[f"calibrated to {_ON_DEVICE:.0%}"] = CalibrationConfig(cache=_ON_DEVICE, candidates=(recall, means, window))
     asked = {"length": length, "cache_length": 32768, "hidden_numbers": numbers, "texts": _TEXTS}
     found = dict[str, Arm]()
-    with tempfile.TemporaryDirectory() as folder:
-        for name, goal in goals.items():
-            # goals with the same candidates share what was measured
-            measured = Path(folder, f"{len(goal.candidates)}.json")
-            found[name] = calibrate(model, tokenizer, texts, replace(goal, **asked), measured=measured).allocation
+    for name, goal in goals.items():
+        # goals with the same candidates share what was measured
+        measured = folder / f"measured-{len(goal.candidates)}.json"
+        found[name] = calibrate(model, tokenizer, texts, replace(goal, **asked), measured=measured).allocation
     on_device = found[f"calibrated to {_ON_DEVICE:.0%}"]
     for layer in sorted(on_device)[1:]:
         on_device[layer] = fewer if on_device[layer] == recall else on_device[layer]

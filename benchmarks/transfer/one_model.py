@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import json
 import time
 import traceback
@@ -13,8 +14,8 @@ from typing import Any
 
 import torch
 import weights
-from adapted import FORMS, OPENED, adapt, by_clock
-from calibrated import calibrated
+from adapted import OPENED, ByLayer, adapt, by_clock, forms_of
+from calibrated import calibrated, kinds
 from contenders import CACHE, Arm, arms_of, costs
 from makes import batches, longest, new_model, stages_of, train
 from reading import Reference, forced, logits_of
@@ -27,6 +28,7 @@ from condense import Dense
 LENGTHS = (16384, 32768, 4096, 65536)
 # texts of prose, of code and with questions, by length
 COUNTS = {4096: (32, 16, 48), 16384: (32, 16, 64), 32768: (24, 12, 64), 65536: (12, 6, 32)}
+_RATE = 5e-4  # of learning, where a model is adapted
 _TINY: dict[str, Any] = {"num_hidden_layers": 4, "hidden_size": 96, "intermediate_size": 128}
 
 
@@ -72,10 +74,8 @@ def run(options: argparse.Namespace) -> None:
             for group in (group for groups in sizes.values() for group in groups):
                 group.pop("cache of 4 bits", None)  # a cache of latents has no heads to round
         if options.study == "calibrated":
-            text = Texts(unpacked(options.corpus, "train-1.xz"), tokenizer, "trained")
             lengths = tuple(sorted(lengths, reverse=True))
-            found = calibrated(place.model, tokenizer, text, lengths[0], numbers=4 if options.tiny else 16)
-            note({"calibrated": {name: str(arm) for name, arm in found.items()}})
+            found = _calibrated(options, place.model, lengths[0], note)
             sizes = {length: (first | found, {}) for length, (first, _) in sizes.items()}
         for length in lengths:
             place.measure(length, sizes[length][0], held[length], references[length])
@@ -86,30 +86,54 @@ def run(options: argparse.Namespace) -> None:
     note({"measured_seconds": time.time() - began})
 
 
+def _calibrated(
+    options: argparse.Namespace, model: PreTrainedModel, length: int, note: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """Allocations for a model, by name; what was measured for them lies beside its weights."""
+    text, folder = (
+        Texts(unpacked(options.corpus, "train-1.xz"), _tokenizer(), "trained"),
+        options.weights or options.out,
+    )
+    found = calibrated(model, _tokenizer(), text, length, numbers=4 if options.tiny else 16, folder=folder)
+    note({"calibrated": {name: str(arm) for name, arm in found.items()}})
+    return found
+
+
 def _adapt(
     options: argparse.Namespace, model: PreTrainedModel, held: dict[int, HeldOut], references: dict[int, Reference],
     note: Callable[[dict[str, Any]], None],
 ) -> None:  # fmt: skip
-    """Measure the model as it is, then adapted to each form, from the same weights, for ``options.adapt`` seconds."""
+    """Measure the model as it is, then adapted to each form, from the same weights, for ``options.adapt`` seconds.
+
+    The forms of the study of allocations are those that `condense calibrate` finds; that study measures them as they
+    are found.
+    """
     text = Texts(unpacked(options.corpus, "train-*.xz"), _tokenizer(), "trained")
-    layers, most, seed = int(model.config.num_hidden_layers), max(held), options.seed
-    untouched: dict[str, Arm] = {"dense": None, "recall-device": OPENED, "cache of 4 bits": CACHE}
-    untouched |= {f"{name}, not adapted": form.measured(layers) for name, form in FORMS.items()}
-    before = _in_bfloat16(copy.deepcopy(model))
+    most, seed = max(held), options.seed
+    before, untouched = _in_bfloat16(copy.deepcopy(model)), dict[str, Arm](dense=None)
+    if options.study == "calibrated":
+        forms: dict[str, ByLayer] = _calibrated(options, before, most, note)
+    else:
+        forms = forms_of(int(model.config.num_hidden_layers))
+        untouched |= {"recall-device": OPENED, "cache of 4 bits": CACHE}
+        untouched |= {f"{name}, not adapted": form for name, form in forms.items()}
     for length in held:
         _Place(before, options.until, note).measure(length, untouched, held[length], references[length])
     del before
-    for name in options.form or FORMS:
+    for name, rate in itertools.product(options.form or forms, options.rate or [_RATE]):
         if time.time() + options.adapt > options.until:
             return
-        form, log = FORMS[name], _noting(options.out / f"{options.make}-s{seed}-adapting.jsonl", {"form": name})
-        adapted = copy.deepcopy(model)
-        data = batches(text, most // 2, most, seed=seed + 1, workers=options.workers)
-        adapt(adapted, form, data, by_clock(options.adapt), log)
+        form, name = forms[name], f"{name}, rate {rate:g}"
+        log, adapted = (
+            _noting(options.out / f"{options.make}-s{seed}-adapting.jsonl", {"form": name}),
+            copy.deepcopy(model),
+        )
+        data = batches(text, most, most, seed=seed + 1, workers=options.workers)
+        adapt(adapted, form, data, by_clock(options.adapt), log, rate)
         adapted = _in_bfloat16(adapted)
-        arm = {f"{name}, adapted": form.measured(layers), f"{name}, adapted, run densely": {"rest": Dense()}}
-        for length in held:
-            _Place(adapted, options.until, note).measure(length, arm, held[length], references[length])
+        for arm in ({f"{name}, adapted": form}, {f"{name}, adapted, run densely": {"rest": Dense()}}):
+            for length in sorted(held, reverse=True):
+                _Place(adapted, options.until, note).measure(length, arm, held[length], references[length])
 
 
 class _Place:
@@ -153,12 +177,14 @@ def warm(options: argparse.Namespace) -> None:
 
 def _warm_adapting(options: argparse.Namespace, index: int, of: int) -> None:
     """Train and measure forms with random weights, two steps of each size of groups."""
-    for form in list(FORMS.values())[index::of]:
+    mixed: dict[str, ByLayer] = {"mixed": dict(enumerate(kinds(latents=False)))}
+    forms = mixed if options.study == "calibrated" else forms_of(4)
+    for form in list(forms.values())[index::of]:
         model = _model(options, num_hidden_layers=4)
-        ids = torch.randint(4096, (2, LENGTHS[0]))
+        ids = torch.randint(4096, (1, LENGTHS[1]))
         batch = ids, torch.ones_like(ids, dtype=torch.float32)
-        adapt(model, form, [batch] * 6, lambda step: step / 6, print)
-        logits_of(_in_bfloat16(model), form.measured(4), ids[0].to(model.device), LENGTHS[0] // 2)
+        adapt(model, form, [batch] * 6, lambda step: step / 6, print, _RATE)
+        logits_of(_in_bfloat16(model), form, ids[0].to(model.device), LENGTHS[1] // 2)
 
 
 def _lengths(make: str) -> tuple[int, ...]:

@@ -235,13 +235,13 @@ def test_what_follows_a_prompt_is_read_as_steps_read_it(prompt, make, drawn):
 def test_forms_are_learned_from_the_dense_self_in_growing_groups(monkeypatch):
     model = makes.new_model("llama-77m", 0, **_SMALL | {"num_hidden_layers": 4})
     before, seen = model.lm_head.weight.detach().clone(), []
-    form = adapted.Form(adapted.OPENED, adapted.POOLED.replace(window=16))
+    form = {"3": adapted.OPENED, "rest": adapted.POOLED.replace(window=16)}
     batch = torch.randint(4096, (1, 64)), torch.ones(1, 64)
     use = adapted.use
     monkeypatch.setattr(adapted, "use", lambda model, methods: seen.append(methods) or use(model, methods))
-    adapted.adapt(model, form, [batch] * 9, lambda step: step / 6, lambda record: seen.append(record["kl"]))
+    adapted.adapt(model, form, [batch] * 9, lambda step: step / 6, lambda record: seen.append(record["kl"]), 5e-4)
     assert seen.pop(1) > 0  # the first step already differs from dense attention
     assert [methods["rest"].group_size for methods in seen] == [4, 4, 8, 8, 16, 16]
     assert {methods["3"] for methods in seen} == {condense.Dense()}
-    assert form.measured(8) == {"3,7": adapted.OPENED, "rest": form.rest}
+    assert adapted.forms_of(8)["pooled, every fourth Recall"] == {"3,7": adapted.OPENED, "rest": adapted.POOLED}
     assert not torch.equal(model.lm_head.weight, before)
