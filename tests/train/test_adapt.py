@@ -13,6 +13,7 @@ import torch
 from cli.test_commands import run_here
 from models import tiny
 from peft import PeftModel
+from safetensors.torch import load_file
 from small_models import saved_with_tokenizer, tiny_llama
 from train.runs import METHOD, adaptation, interrupted_at, logged, refused
 from transformers import (
@@ -27,7 +28,7 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 import condense
 from condense.files import whole_file
-from condense.methods import methods_in
+from condense.methods import methods_in, settings_of
 from condense.models import condensed_layers
 from condense.tasks.corpus import check_vocabulary
 from condense.train import PRESETS, RECIPES, PhaseConfig, read_recipe, run_training
@@ -138,6 +139,57 @@ def test_groups_grow_over_two_thirds_of_the_steps():
     mixed = dataclasses.replace(phase, mix="alternate")
     assert [mixed.attention_at(step) is None for step in range(4)] == [True, False, True, False]
     assert dataclasses.replace(phase, mix="dense", method=None, group_sizes=()).attention_at(3) is None
+
+
+def test_of_several_methods_those_without_gradients_are_dense_in_training():
+    far, pooled, window = (
+        condense.Recall(window=16, store_bits=4),
+        METHOD.replace(group_size=8),
+        condense.StreamingLLM(window=20),
+    )
+    phase = PhaseConfig(
+        "p", 18, 128, 1, mix="condensed", method={0: far, "1,2": METHOD, 3: pooled, "rest": window}, group_sizes=(4, 8)
+    )
+    steps = [phase.attention_at(step) for step in (0, 4, 8)]
+    assert [[each["1,2"].group_size, each[3].group_size] for each in steps] == [[4, 4], [8, 8], [16, 8]]
+    assert {each[0] for each in steps} == {condense.Dense()}
+    assert {each["rest"] for each in steps} == {window}
+    assert steps[2]["1,2"] == METHOD
+    # one that gives gradients is trained itself
+    itself = far.replace(store_bits=16, prompt="recall")
+    assert dataclasses.replace(phase, method={0: itself, 1: METHOD}).attention_at(9)[0] == itself
+    with pytest.raises(ValueError, match=r"Recall keeps no gradients of stored tokens.*It needs no training"):
+        dataclasses.replace(phase, method={0: far, 1: far})
+    with pytest.raises(ValueError, match=r"nothing to learn of itself \(distill\), got that in all layers"):
+        dataclasses.replace(phase, method={0: far, "rest": condense.Dense()}, group_sizes=(), distill=1.0)
+    with pytest.raises(ValueError, match="group_sizes: wanted ascending sizes below the method's 16, got"):
+        dataclasses.replace(phase, group_sizes=(16,))
+    with pytest.raises(ValueError, match=r"sequence_length: wanted at least 32 tokens, .* by CCA"):
+        dataclasses.replace(phase, sequence_length=31)
+
+
+@pytest.mark.parametrize("train", ["all", "lora"])
+def test_an_allocation_is_adapted_from_its_file_resumes_and_is_saved_as_it_was_given(base, train, capsys):
+    choice = {0: condense.Recall(window=16, num_recall=1.0, prompt="shared", store_bits=4), 1: METHOD}
+    file = base / "allocation.json"
+    file.write_text(json.dumps(settings_of(choice)))
+    fields = {"method": f"@{file}", "train": train, "learning_rate": 1e-3}
+    other = adaptation(base, **fields | {"method": METHOD})
+    whole = run_training(adaptation(base, "whole", **fields))
+    broken = adaptation(base, **fields)
+    with interrupted_at(4):
+        run_training(broken)
+    refused("resume: wanted the run that lies in .* got another method;", other, resume=True)
+    run_training(broken, resume=True)
+    assert "adapt: dense attention is trained in layers 0\n" in capsys.readouterr().out
+    weights = [load_file(next(folder.glob("*model.safetensors"))) for folder in (whole, broken.output)]
+    assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())
+    phase, entries = logged(whole)
+    assert phase["phase"]["group_sizes"] == [4, 8]
+    assert entries[0]["condensed_kl"] > 0
+    model = AutoModelForCausalLM.from_pretrained(whole)
+    assert condensed_layers(model) == choice
+    assert methods_in(model.config.condense_adapted) == choice
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -23,6 +23,7 @@ from condense.train.loss import token_loss
 from condense.train.phase import train_phase
 
 METHOD = condense.CCA(group_size=4, window=8, summary="streaming")
+BY_LAYER = {0: condense.Dense(), 1: METHOD}
 LENGTH = 640
 DOCUMENTS = [f"Story {n}.\n" + f"Line {n} of a story, and what it tells.\n" * (1 + n % 7) for n in range(300)]
 SHORT = {"data": "text.jsonl", "steps": 4, "sequence_length": LENGTH, "batch_size": 4, "packed": True}
@@ -93,7 +94,7 @@ def alone(model, method, item):
     return total
 
 
-@pytest.mark.parametrize("method", [METHOD, condense.Recall(group_size=4, window=8, num_recall=2), None])
+@pytest.mark.parametrize("method", [METHOD, condense.Recall(group_size=4, window=8, num_recall=2), BY_LAYER, None])
 def test_the_loss_is_the_mean_over_documents_each_alone(model, builder, tmp_path, method):
     made = phase(method=method, mix="condensed" if method else "dense", task_share=0.5, learning_rate=1e-9)
     dataset = TrainingSequences([builder], made, seed=(0,))

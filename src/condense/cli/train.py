@@ -36,8 +36,9 @@ def train_command(
     method: Annotated[
         str | None,
         typer.Option(
-            help=f"adapt: such as pooled or, with settings, 'cca:window=512'; {METHODS_HELP} "
-            "summary=prompt and selection=prompt need allow_future=true."
+            help=f"adapt: such as pooled or, with settings, 'cca:window=512'; {METHODS_HELP} By layer as "
+            "'recall-device@0-3+pooled@rest', or @FILE of an allocation (condense calibrate). summary=prompt and "
+            "selection=prompt need allow_future=true."
         ),
     ] = None,
     train: Annotated[

@@ -2,13 +2,15 @@
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from condense.config import Natural, Positive, Range, Share, check_fields, check_int, check_positive
 from condense.methods import Dense, Method
+from condense.models import MethodChoice, described, methods_of, parse_choice
+from condense.train.growth import grown, largest_group, trained
 
 Trained = Literal["all", "qkv", "qkvo", "lora"]
 NotNegative = Annotated[float, Range(0)]
@@ -23,10 +25,12 @@ class PhaseConfig:
     name: names the folder of the phase's checkpoints. steps: optimizer steps. sequence_length: tokens per sequence.
     batch_size: sequences per optimizer step.
     mix: ``"dense"``: stock attention; ``"condensed"``: ``method`` in every step; ``"alternate"``: stock attention in
-    even steps, ``method`` in odd ones, on the same weights. method: the condensed attention of the last two mixes, also
-    as text.
+    even steps, ``method`` in odd ones, on the same weights. method: the condensed attention of the last two mixes, as
+    `condense.apply` takes it, also by layer; layers whose methods give no gradients, such as `Recall`'s, are then
+    trained with dense attention.
     group_sizes: the method's group sizes at the start, ascending, all below its own: the first two thirds of the steps
-    are divided evenly among these and its own, which the last third has too. Empty: its own throughout.
+    are divided evenly among these and its own, which the last third has too. Empty: its own throughout. By layer, no
+    groups are larger than these.
     distill: share of the KL to the model's dense self in the loss of every step, 0 to 1; the rest is cross entropy. The
     dense self is the model as the phase begins, with dense attention.
     learning_rate: its peak. warmup_steps: steps until the peak, at most all; None: a tenth of them, at most 100.
@@ -55,7 +59,7 @@ class PhaseConfig:
     sequence_length: Positive
     batch_size: Positive
     mix: Literal["dense", "condensed", "alternate"] = "dense"
-    method: Method | None = None
+    method: MethodChoice | None = None
     group_sizes: tuple[int, ...] = ()
     distill: Share = 0.0
     learning_rate: float = 2e-3
@@ -78,7 +82,7 @@ class PhaseConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         if self.method is not None:
-            object.__setattr__(self, "method", Method.parse(self.method))
+            object.__setattr__(self, "method", parse_choice(self.method))
         if self.warmup_steps is None:
             object.__setattr__(self, "warmup_steps", _warmup(self.steps, None))
         elif self.warmup_steps > self.steps:
@@ -97,15 +101,7 @@ class PhaseConfig:
         if self.mix == "dense" and self.distill == 1:
             raise ValueError("distill: wanted below 1 with mix 'dense', as a model learns nothing of itself, got 1")
         if self.mix != "dense" and self.method is not None:
-            if isinstance(self.method, Dense) and self.distill > 0:
-                raise ValueError("method: dense attention has nothing to learn of itself (distill), got Dense()")
-            self.method.check_gradients()
-            rule = self.method.layout.rule
-            if rule.window is not None and self.sequence_length < rule.window + rule.chunk:
-                raise ValueError(
-                    f"sequence_length: wanted at least {rule.window + rule.chunk} tokens, as fewer are read with dense "
-                    f"attention by {self.method}, got {self.sequence_length}"
-                )
+            self._check_method(methods_of(trained(self.method)))
 
     @property
     def tokens(self) -> int:
@@ -122,21 +118,33 @@ class PhaseConfig:
             )
         return self.batch_size // parts
 
-    def attention_at(self, step: int) -> Method | None:
-        """The method of an optimizer step, counted from 0; None: the step has dense attention."""
+    def attention_at(self, step: int) -> MethodChoice | None:
+        """The methods of an optimizer step, counted from 0; None: the step has dense attention in all layers."""
         if self.method is None or self.mix == "dense" or (self.mix == "alternate" and step % 2 == 0):
             return None
         stage = int(step / (self.steps * _GROWING) * (len(self.group_sizes) + 1))
-        if stage >= len(self.group_sizes):
-            return self.method
-        return self.method.replace(group_size=self.group_sizes[stage])
+        full = trained(self.method)
+        return full if stage >= len(self.group_sizes) else grown(full, self.group_sizes[stage])
+
+    def _check_method(self, methods: Sequence[Method]) -> None:
+        if all(isinstance(method, Dense) for method in methods) and self.distill > 0:
+            got = "Dense()" if isinstance(self.method, Dense) else "that in all layers"
+            raise ValueError(f"method: dense attention has nothing to learn of itself (distill), got {got}")
+        for method in methods:
+            rule = method.layout.rule
+            if rule.window is not None and self.sequence_length < rule.window + rule.chunk:
+                raise ValueError(
+                    f"sequence_length: wanted at least {rule.window + rule.chunk} tokens, as fewer are read with dense "
+                    f"attention by {method}, got {self.sequence_length}"
+                )
 
     def _check_group_sizes(self) -> None:
         for size in self.group_sizes:
             check_int("group_sizes", size, 1)
-        own = getattr(self.method, "group_size", None)
-        if self.mix == "dense" or own is None:
-            raise ValueError(f"group_sizes: wanted a method with groups to train with, got {self.method}")
+        own = 0 if self.method is None or self.mix == "dense" else largest_group(trained(self.method))
+        if not own:
+            got = self.method and described(self.method)
+            raise ValueError(f"group_sizes: wanted a method with groups to train with, got {got}")
         if list(self.group_sizes) != sorted({*self.group_sizes, own} - {own}) or self.group_sizes[-1] > own:
             raise ValueError(f"group_sizes: wanted ascending sizes below the method's {own}, got {self.group_sizes}")
 

@@ -15,8 +15,10 @@ from torch import nn
 from transformers import PrinterCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
+from condense.methods import layers_as_text
 from condense.train.config import PhaseConfig
 from condense.train.data import TrainingSequences
+from condense.train.growth import left_dense
 from condense.train.trainer import COMPLETE, MixedTrainer
 
 # a variable of accelerate's, its default, the value that is needed and why
@@ -56,13 +58,17 @@ def forecast(
 
 
 def plan_of(model: Any, phase: PhaseConfig, processes: int, sizes: Mapping[str, int]) -> str:
-    """Two lines that say how much a phase trains, and the bytes of its `forecast`."""
-    total, trained = (_count(model.num_parameters(only_trainable=only)) for only in (False, True))
+    """Lines that say how much a phase trains, the bytes of its `forecast`, and which layers are dense in training."""
+    total, own = (_count(model.num_parameters(only_trainable=only)) for only in (False, True))
     parts = ", ".join(f"{name} {size / _GIB:.2f}" for name, size in sizes.items())
-    return (
-        f"{phase.name}: trains {trained} of {total} parameters, {phase.steps} steps, {_count(phase.tokens)} tokens, "
-        f"processes: {processes}\n{phase.name}: {sum(sizes.values()) / _GIB:.2f} GiB each ({parts}), before activations"
-    )
+    lines = [
+        f"trains {own} of {total} parameters, {phase.steps} steps, {_count(phase.tokens)} tokens, processes: "
+        f"{processes}",
+        f"{sum(sizes.values()) / _GIB:.2f} GiB each ({parts}), before activations",
+    ]
+    if phase.mix != "dense" and phase.method is not None and (layers := left_dense(phase.method)):
+        lines.append(f"dense attention is trained in layers {layers_as_text(layers)}")
+    return "\n".join(f"{phase.name}: {line}" for line in lines)
 
 
 def _count(number: int) -> str:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from condense.config import check_int, check_list, close_names
-from condense.methods import Method
+from condense.models import MethodChoice, parse_choice
 from condense.train.config import PhaseConfig, TrainConfig
+from condense.train.growth import largest_group, trained
 
 _ASSETS = Path(__file__).parents[1] / "assets"
 _TEXT_FIELDS = ("pretrained", "method")
@@ -28,7 +29,7 @@ def adapt(
     output: Path,
     *,
     pretrained: str | Path,
-    method: Method | str,
+    method: MethodChoice | str,
     seed: int = 0,
     cache: Path | None = None,
     workers: int = 4,
@@ -42,14 +43,16 @@ def adapt(
     The rate is 3e-5 by default, for models of a billion weights: at 3e-4 one of that size moved further from its dense
     self than it was before training. Adapters (``train="lora"``) have 3e-4, which small models as a whole need too.
 
-    method: also as text, such as ``"cca:window=512"``. fields: any of `PhaseConfig` but its name, and ``data_weights``,
+    method: also by layer, such as an allocation of `condense.calibrate`, and as text, such as ``"cca:window=512"`` or
+    ``"@FILE"``; see `PhaseConfig`. fields: any of `PhaseConfig` but its name, and ``data_weights``,
     ``dtype``, ``train``, ``lora_rank``, ``lora_targets``, ``shard_size``, ``report_to`` of `TrainConfig`.
     Raises ValueError for another field, for data in no list, and where `PhaseConfig` and `TrainConfig` do.
     """
     _check_names(fields, ADAPT_FIELDS)
     check_list("data", data)
-    method = Method.parse(method)
-    steps, size = fields.get("steps", 1000), getattr(method, "group_size", 0)
+    choice = parse_choice(method)
+    size = 0 if fields.get("mix") == "dense" else largest_group(trained(choice))
+    steps = fields.get("steps", 1000)
     check_int("steps", steps, 1)
     values: dict[str, Any] = {
         "steps": steps,
@@ -65,7 +68,7 @@ def adapt(
     }
     values = _with_tuples(values)
     of_run = {name: values.pop(name) for name in _RUN_FIELDS if name in values}
-    phase = PhaseConfig(name="adapt", method=method, **values)
+    phase = PhaseConfig(name="adapt", method=choice, **values)
     of_run |= {"seed": seed, "pretrained": pretrained, "cache": cache, "workers": workers}
     return TrainConfig(recipe="adapt", data=tuple(data), output=output, phases=(phase,), save_condensed=True, **of_run)
 

@@ -19,7 +19,7 @@ from transformers.trainer_utils import set_seed
 
 from condense.files import sole_writer, whole_folder
 from condense.methods import check_trainable, settings_of
-from condense.models import attention_layers, chosen_methods, condensed_layers, restore, use
+from condense.models import attention_layers, chosen_methods, condensed_layers, methods_of, restore, use
 from condense.models.adapted import ADAPTED
 from condense.models.adapters import refuse_adapter
 from condense.models.families import check_learned_positions
@@ -29,6 +29,7 @@ from condense.tasks.corpus import check_vocabulary, sha256
 from condense.tasks.documents import form_of
 from condense.train.config import PhaseConfig, TrainConfig
 from condense.train.data import TrainingSequences, mixes_documents
+from condense.train.growth import trained
 from condense.train.optimizer import set_trained
 from condense.train.phase import newest_checkpoint, train_phase
 from condense.train.record import check_same_run, summary
@@ -240,7 +241,8 @@ def _check_model(config: TrainConfig) -> None:
                         f"loaded together, got another method in {config.pretrained}: save it after condense.restore"
                     )
             if phase.mix != "dense":
-                check_trainable(phase.method)
+                for method in methods_of(trained(phase.method)):
+                    check_trainable(method)
         if phase.packed and (mixes := mixes_documents(settings)) is not None:
             raise ValueError(
                 f"packed: wanted a model that keeps documents apart, got {settings.model_type}, {mixes}; leave packed "
