@@ -37,7 +37,7 @@ _TEXT = ("key", "other")  # tokens that need far text, and the others
 _ARM, _ADAPTED, _ADAPTED_LENGTH = "both", "lca:window=512,rep_bias=log_size", 8192
 # dense vLLM, and Recall's; a model adapted to `CCA`
 _DENSE, _DEVICE, _HOST = "rounds-dense-h200-", "default-recall-device-", "default-recall-host-"
-_POOLED = "adapted-20261124T041642Z"
+_POOLED, _ALLOCATED, _MIX = "adapted-20261124T041642Z", "adapted-20261201T010502Z", "mix-speed-h200-"
 _BLOCK = re.compile(r"(<!-- figures -->\n).*?(<!-- /figures -->)", re.DOTALL)
 
 
@@ -89,6 +89,10 @@ def claims(documents: Documents) -> list[str]:
     elsewhere = [transfer_page.worst(others, name, ["copy"])[0] for name in ("recall-device", "recall-host")]
     # one adapted to pooling, in the tests of Recall
     ours = transfer_page.row_of(documents[_POOLED]["results"]["models"][0], "pooled, adapted", 16384)
+    # an allocation that a model was calibrated and adapted to, and one of its size in vLLM
+    at_once = _runs(documents, _MIX)[0]["capacity"][0]["running"]
+    found = documents[_ALLOCATED]["results"]["models"][0]
+    learned = [row for row in found["rows"] if row["arm"] == "calibrated to 16%, rate 0.0001, adapted"]
     firsts = _first(documents, _DEVICE), generate(documents, "recall-device")[0]
     of_four, _ = _untouched(documents, "rounds-dense-int4-")
     return [
@@ -110,7 +114,11 @@ def claims(documents: Documents) -> list[str]:
         f"lost {ours['key'][0]:.3f} nats on far text and {max(ours[x][0] for x in transfer_page.TASKS):.1%} of a task",
         f"vLLM's took {text(of_four, 'ms')} a token",
         f"up to {shorter:,} tokens shorter",
-        f"ran {running['condensed']} requests of {LENGTH:,} tokens at once, dense {running['dense']}.",
+        f"ran {running['condensed']} of them at once, dense {running['dense']}.",
+        f"gave {_untouched(documents, _MIX)[1]:,.0f} with {at_once} requests of {LENGTH:,} tokens",
+        f"kept {max(row['device'] for row in learned):.0%} of the cache, all on the GPU, and lost "
+        f"{max(row[name][0] for row in learned for name in transfer_page.TOKENS):.3f} nats and "
+        f"{max(row[name][0] for row in learned for name in transfer_page.TASKS):.1%} of a task",
         f"first token came after {text(firsts[0], 's')} in vLLM and {text(firsts[1], 's')} in",
         f"one request took {text(one['condensed'], 'ms')} a token",
         f"dense attention {text(one['dense'], 'ms')};",

@@ -1,6 +1,7 @@
 """`docs/studies/transfer.md`, from its template, and the table of the same study in `docs/recall.md`.
 
-In the template stand ``{{NAMED}}``, ``{{LENGTHS}}``, ``{{DEVICE}}``, ``{{WORST}}``, ``{{OPENED}}`` and ``{{ADAPTED}}``;
+In the template stand ``{{NAMED}}``, ``{{LENGTHS}}``, ``{{DEVICE}}``, ``{{WORST}}``, ``{{OPENED}}``, ``{{ADAPTED}}``
+and ``{{CALIBRATED}}``;
 in the page of Recall the worst cells of the named settings between ``<!-- transfer -->`` and ``<!-- /transfer -->``.
 """
 
@@ -90,14 +91,14 @@ def write_page(documents: Mapping[str, Any], page: Path) -> None:
     newest, named = models_of(documents), named_of(documents)
     rows = [row for model in newest.values() for row in model["rows"]]
     arms = dict.fromkeys(row["arm"] for row in rows if row["arm"] != "dense")
-    adapted = [of for name, of in sorted(documents.items()) if name.startswith("adapted-")]
     tables = {
         "NAMED": _worst_cells(trainings_of(documents), (*_NAMED, _CACHE)),
         "LENGTHS": _lengths(named),
         "DEVICE": _device(named),
         "WORST": _worst_cells(newest, arms),
         "OPENED": by_model(documents[OPENED]),
-        "ADAPTED": _adapted(adapted),
+        "ADAPTED": _adapted(_pooled_of(documents)),
+        "CALIBRATED": _adapted(_calibrated_of(documents)),
     }
     template = Path(__file__).with_name("transfer.md").read_text(encoding="utf-8")
     page.write_text(_PLACE.sub(lambda place: tables[place[1]], template), encoding="utf-8")
@@ -206,20 +207,36 @@ def _kl(row: Mapping[str, Any]) -> str:
     return f"{row['kl']:.4f}"
 
 
-def _adapted(runs: Sequence[Mapping[str, Any]]) -> str:
-    """Far text needed, copies and the worst task by length, before and after adapting, of models of one make."""
-    models = [run["results"]["models"][0] for run in runs]
-    lengths = sorted({row["length"] for model in models for row in model["rows"]})
+def _pooled_of(documents: Mapping[str, Any]) -> dict[str, Any]:
+    """Models that were adapted to a form of pooling, by number."""
+    models = [of["results"]["models"][0] for name, of in sorted(documents.items()) if name.startswith("adapted-")]
+    return {str(n): model for n, model in enumerate((m for m in models if "calibrated" not in m), 1)}
+
+
+def _calibrated_of(documents: Mapping[str, Any]) -> dict[str, Any]:
+    """Models under allocations that were found for them, by make, with the rows of what was then adapted to these."""
+    found = dict[str, Any]()
+    for name, document in sorted(documents.items(), key=lambda item: not item[0].startswith("calibrated-")):
+        for model in document["results"]["models"] if name.startswith(("calibrated-", "adapted-")) else ():
+            if "calibrated" in model:
+                rows = found.get(TITLES[model["make"]], {"rows": []})["rows"]
+                found[TITLES[model["make"]]] = {"adapted": {}, **model, "rows": rows + model["rows"]}
+    return found
+
+
+def _adapted(models: Mapping[str, Any]) -> str:
+    """Far text needed, copies and the worst task by length, before and after adapting, of models by label."""
+    lengths = 16384, 32768
     rows = [["", "steps", "device", "read", *(f"{length:,}" for length in lengths)], ["---"] * (4 + len(lengths))]
-    for number, model in enumerate(models, 1):
+    for label, model in models.items():
         for arm in dict.fromkeys(row["arm"] for row in model["rows"] if row["arm"] != "dense"):
             form, found = arm.partition(", adapted")[0], [row_of(model, arm, length) for length in lengths]
             if "not adapted" in arm and form.removesuffix(", not adapted") not in model["adapted"]:
                 continue  # a form that this run did not come to
             steps = f"{model['adapted'][form]['step']:,}" if form in model["adapted"] else ""
-            sizes = [_between([f"{row[size]:.0%}" for row in found]) for size in ("device", "read")]
-            cells = [f"{_nats(row)}; {_worst(row)}" for row in found]
-            rows.append([f"{arm} [{number}]", steps, *sizes, *cells])
+            sizes = [_between([f"{row[size]:.0%}" for row in found if row]) for size in ("device", "read")]
+            cells = [f"{_nats(row)}; {_worst(row)}" if row else "" for row in found]
+            rows.append([f"{arm} [{label}]", steps, *sizes, *cells])
     return _table(rows)
 
 
