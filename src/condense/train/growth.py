@@ -1,7 +1,6 @@
 """The methods that a step trains: of several by layer those that training can change, in groups that grow."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
 
 from condense.methods import Dense, Method
 from condense.models.choice import MethodChoice, methods_of
@@ -19,11 +18,9 @@ def trained(choice: MethodChoice) -> MethodChoice:
     raise AssertionError("a method without gradients says why")
 
 
-def left_dense(choice: MethodChoice) -> list[Any]:
-    """The layers that are trained with dense attention in place of their own methods, as the choice names them."""
-    if isinstance(choice, Method):
-        return []
-    return [layers for layers, method in choice.items() if not _has_gradients(method)]
+def left_dense(methods: Mapping[int, Method]) -> list[int]:
+    """The layers that are trained with dense attention in place of their own methods."""
+    return [layer for layer in sorted(methods) if not _has_gradients(methods[layer])]
 
 
 def largest_group(choice: MethodChoice) -> int:

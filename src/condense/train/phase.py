@@ -16,6 +16,7 @@ from transformers import PrinterCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 from condense.methods import layers_as_text
+from condense.models import chosen_methods
 from condense.train.config import PhaseConfig
 from condense.train.data import TrainingSequences
 from condense.train.growth import left_dense
@@ -66,8 +67,9 @@ def plan_of(model: Any, phase: PhaseConfig, processes: int, sizes: Mapping[str, 
         f"{processes}",
         f"{sum(sizes.values()) / _GIB:.2f} GiB each ({parts}), before activations",
     ]
-    if phase.mix != "dense" and phase.method is not None and (layers := left_dense(phase.method)):
-        lines.append(f"dense attention is trained in layers {layers_as_text(layers)}")
+    if phase.mix != "dense" and isinstance(phase.method, Mapping):
+        dense = left_dense(chosen_methods(model, phase.method))
+        lines += [f"dense attention is trained in layers {layers_as_text(dense)}"] if dense else []
     return "\n".join(f"{phase.name}: {line}" for line in lines)
 
 
