@@ -23,7 +23,7 @@ from condense.train.loss import token_loss
 from condense.train.phase import train_phase
 
 METHOD = condense.CCA(group_size=4, window=8, summary="streaming")
-BY_LAYER = {0: condense.Dense(), 1: METHOD}
+BY_LAYER = {1: METHOD}
 LENGTH = 640
 DOCUMENTS = [f"Story {n}.\n" + f"Line {n} of a story, and what it tells.\n" * (1 + n % 7) for n in range(300)]
 SHORT = {"data": "text.jsonl", "steps": 4, "sequence_length": LENGTH, "batch_size": 4, "packed": True}
