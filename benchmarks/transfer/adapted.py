@@ -15,7 +15,8 @@ from makes import new_optimizer, rate_at
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from condense import CCA, LCA, Dense, Method, Recall, StreamingLLM, use
+from condense import CCA, Method, Recall, StreamingLLM, use
+from condense.train.growth import grown, trained
 from condense.train.loss import token_loss
 
 # what vLLM was measured with (docs/serving.md)
@@ -39,14 +40,6 @@ def forms_of(layers: int) -> dict[str, ByLayer]:
     }
 
 
-def trained(form: ByLayer, group: int) -> ByLayer:
-    """The methods trained for a form: pooled layers in groups of so many tokens, dense ones in the place of Recall."""
-    return {
-        layer: Dense() if isinstance(m, Recall) else m.replace(group_size=group) if isinstance(m, CCA | LCA) else m
-        for layer, m in form.items()
-    }
-
-
 def adapt(
     model: PreTrainedModel, form: ByLayer, batches: Iterable[tuple[Tensor, Tensor]], passed: Callable[[int], float],
     log: Callable[[dict[str, Any]], None], rate: float,
@@ -64,7 +57,7 @@ def adapt(
         group = _SIZES[int(share * len(_SIZES))]
         for part in optimizer.param_groups:
             part["lr"] = rate_at(share, rate) * min(1.0, (step + 1) / _WARM_UP)
-        with use(model, trained(form, group)):
+        with use(model, grown(trained(form), group)):
             losses = _step(model, teacher, ids.to(model.device), weights.to(model.device))
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
         optimizer.step()

@@ -90,10 +90,8 @@ def _calibrated(
     options: argparse.Namespace, model: PreTrainedModel, length: int, note: Callable[[dict[str, Any]], None]
 ) -> dict[str, Any]:
     """Allocations for a model, by name; what was measured for them lies beside its weights."""
-    text, folder = (
-        Texts(unpacked(options.corpus, "train-1.xz"), _tokenizer(), "trained"),
-        options.weights or options.out,
-    )
+    text = Texts(unpacked(options.corpus, "train-1.xz"), _tokenizer(), "trained")
+    folder = options.weights or options.out
     found = calibrated(model, _tokenizer(), text, length, numbers=4 if options.tiny else 16, folder=folder)
     note({"calibrated": {name: str(arm) for name, arm in found.items()}})
     return found
@@ -110,7 +108,8 @@ def _adapt(
     """
     text = Texts(unpacked(options.corpus, "train-*.xz"), _tokenizer(), "trained")
     most, seed = max(held), options.seed
-    before, untouched = _in_bfloat16(copy.deepcopy(model)), dict[str, Arm](dense=None)
+    before = _in_bfloat16(copy.deepcopy(model))
+    untouched: dict[str, Arm] = {"dense": None}
     if options.study == "calibrated":
         forms: dict[str, ByLayer] = _calibrated(options, before, most, note)
     else:
@@ -124,10 +123,8 @@ def _adapt(
         if time.time() + options.adapt > options.until:
             return
         form, name = forms[name], f"{name}, rate {rate:g}"
-        log, adapted = (
-            _noting(options.out / f"{options.make}-s{seed}-adapting.jsonl", {"form": name}),
-            copy.deepcopy(model),
-        )
+        log = _noting(options.out / f"{options.make}-s{seed}-adapting.jsonl", {"form": name})
+        adapted = copy.deepcopy(model)
         data = batches(text, most, most, seed=seed + 1, workers=options.workers)
         adapt(adapted, form, data, by_clock(options.adapt), log, rate)
         adapted = _in_bfloat16(adapted)
