@@ -28,13 +28,19 @@ def kinds(*, latents: bool) -> tuple[Method, ...]:
 
 
 def calibrated(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: Texts, length: int, *, numbers: int, folder: Path
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    text: Texts,
+    length: int,
+    *,
+    numbers: int,
+    measured: Path,
 ) -> dict[str, Arm]:
     """One allocation per size of the cache, found on texts of ``length`` tokens that the model was trained on.
 
     On the device alone Recall is measured with all groups open, which takes no more room, and then opens 512 in all
     layers but the first, as the named settings do, so that steps are fast. numbers: how many are hidden in each text.
-    folder: keeps what was measured of the model, so that another run finds the same in less time.
+    measured: how the names of files begin that keep what was measured of the model, for another run to go on from.
     """
     rng = np.random.default_rng(0)
     texts = [tokenizer.decode(text.stretch(rng, 2 * length)) for _ in range(2 * _TEXTS)]
@@ -45,8 +51,8 @@ def calibrated(
     found = dict[str, Arm]()
     for name, goal in goals.items():
         # goals with the same candidates share what was measured
-        measured = folder / f"measured-{len(goal.candidates)}.json"
-        found[name] = calibrate(model, tokenizer, texts, replace(goal, **asked), measured=measured).allocation
+        file = measured.with_name(f"{measured.name}-{len(goal.candidates)}.json")
+        found[name] = calibrate(model, tokenizer, texts, replace(goal, **asked), measured=file).allocation
     on_device = found[f"calibrated to {_ON_DEVICE:.0%}"]
     for layer in sorted(on_device)[1:]:
         on_device[layer] = fewer if on_device[layer] == recall else on_device[layer]

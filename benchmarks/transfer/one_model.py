@@ -91,8 +91,8 @@ def _calibrated(
 ) -> dict[str, Any]:
     """Allocations for a model, by name; what was measured for them lies beside its weights."""
     text = Texts(unpacked(options.corpus, "train-1.xz"), _tokenizer(), "trained")
-    folder = options.weights or options.out
-    found = calibrated(model, _tokenizer(), text, length, numbers=4 if options.tiny else 16, folder=folder)
+    measured = (options.weights or options.out) / f"{options.make}-s{options.seed}-measured"
+    found = calibrated(model, _tokenizer(), text, length, numbers=4 if options.tiny else 16, measured=measured)
     note({"calibrated": {name: str(arm) for name, arm in found.items()}})
     return found
 

@@ -14,6 +14,7 @@ import condense
 from condense import config
 from condense.methods import ChunkPooling, Layout
 from condense.ops import Coarse, UniformRule
+from condense.train import PhaseConfig
 
 SIZE, WINDOW, DELAY = 5, 7, 3
 RULE, CHOICE = UniformRule(chunk=4, window=6), condense.Recall().layout.choice
@@ -105,6 +106,9 @@ def test_tuples_of_settings_survive_saving_and_lists_are_refused(tmp_path):
     assert condense.models.condensed_layers(again) == condense.models.condensed_layers(model)
     listed = Weighted(weights=([1.0],))
     tiny.refused(r"must have hashable settings, tuples .*, got Weighted\(weights=\(\[1", condense.apply, again, listed)
+    tiny.refused(
+        "must have hashable settings, tuples in place of lists", PhaseConfig, "p", 1, 128, 1, method={0: listed}
+    )
 
 
 @pytest.fixture(params=["llama", "deepseek_v3"])

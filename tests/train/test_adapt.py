@@ -158,10 +158,13 @@ def test_of_several_methods_those_without_gradients_are_dense_in_training():
     # one that gives gradients is trained itself
     itself = far.replace(store_bits=16, prompt="recall")
     assert dataclasses.replace(phase, method={0: itself, 1: METHOD}).attention_at(9)[0] == itself
-    with pytest.raises(ValueError, match=r"Recall keeps no gradients of stored tokens.*It needs no training"):
-        dataclasses.replace(phase, method={0: far, 1: far})
-    with pytest.raises(ValueError, match=r"nothing to learn of itself \(distill\), got that in all layers"):
-        dataclasses.replace(phase, method={0: far, "rest": condense.Dense()}, group_sizes=(), distill=1.0)
+    for others in (far, condense.Dense()):
+        with pytest.raises(
+            ValueError, match=r"method: wanted a layer whose method gives gradients, got Recall\(.* in l"
+        ):
+            dataclasses.replace(phase, method={0: far, "rest": others}, group_sizes=())
+    with pytest.raises(ValueError, match=r"nothing to learn of itself \(distill\), got Dense"):
+        dataclasses.replace(phase, method={"rest": condense.Dense()}, group_sizes=(), distill=1.0)
     with pytest.raises(ValueError, match="group_sizes: wanted ascending sizes below the method's 16, got"):
         dataclasses.replace(phase, group_sizes=(16,))
     with pytest.raises(ValueError, match=r"sequence_length: wanted at least 32 tokens, .* by CCA"):
@@ -190,6 +193,14 @@ def test_an_allocation_is_adapted_from_its_file_resumes_and_is_saved_as_it_was_g
     model = AutoModelForCausalLM.from_pretrained(whole)
     assert condensed_layers(model) == choice
     assert methods_in(model.config.condense_adapted) == choice
+
+
+def test_a_method_that_could_not_be_saved_is_refused_before_the_first_step(base):
+    class Unnamed(condense.CCA):
+        pass
+
+    refused("Unnamed must have a name of its own", adaptation(base, method={0: METHOD, 1: Unnamed(window=16)}))
+    assert not (base / "adapted.work").exists()
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -85,10 +85,6 @@ def _chosen(
         raise ValueError("layers must be left out where method names them, got both")
     else:
         chosen = dict.fromkeys(chosen_layers(layers, attentions, count), choice)
-    try:
-        set(chosen.values())
-    except TypeError as error:
-        raise ValueError(f"method must have hashable settings, tuples in place of lists, got {method}") from error
     check_config(attentions)
     check_latents(chosen, attentions)
     check_readings(attentions, chosen)

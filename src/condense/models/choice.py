@@ -27,15 +27,20 @@ _RANGE = re.compile(r"\s*(-?\d+)\s*(?:-\s*(-?\d+)\s*)?", re.ASCII)
 def parse_choice(choice: object) -> MethodChoice:
     """Parse a choice: a method, a mapping, text (`choice_from_text`) or a method's `to_dict` form.
 
-    Raises ValueError for anything else.
+    Raises ValueError for anything else, and for methods whose settings cannot be hashed.
     """
     if isinstance(choice, str):
         return choice_from_text(choice)
-    if not isinstance(choice, Mapping) or "method" in choice:
-        return Method.parse(choice)  # type: ignore[arg-type]
-    if not choice:
+    if isinstance(choice, Mapping) and not choice:
         raise ValueError("method must name at least one layer, got an empty mapping")
-    return {layers: Method.parse(method) for layers, method in choice.items()}
+    by_layer = isinstance(choice, Mapping) and "method" not in choice
+    given: Mapping[Any, Any] = choice if isinstance(choice, Mapping) and by_layer else {REST: choice}
+    parsed = {layers: Method.parse(method) for layers, method in given.items()}
+    try:
+        set(parsed.values())
+    except TypeError as error:
+        raise ValueError(f"method must have hashable settings, tuples in place of lists, got {choice}") from error
+    return parsed if by_layer else parsed[REST]
 
 
 def choice_from_text(*texts: str) -> MethodChoice:

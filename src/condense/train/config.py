@@ -29,8 +29,8 @@ class PhaseConfig:
     `condense.apply` takes it, also by layer; layers whose methods give no gradients, such as `Recall`'s, are then
     trained with dense attention.
     group_sizes: the method's group sizes at the start, ascending, all below its own: the first two thirds of the steps
-    are divided evenly among these and its own, which the last third has too. Empty: its own throughout. By layer, no
-    groups are larger than these.
+    are divided evenly among these and its own, which the last third has too. Empty: its own throughout. By layer,
+    groups are cut to the size of the stage.
     distill: share of the KL to the model's dense self in the loss of every step, 0 to 1; the rest is cross entropy. The
     dense self is the model as the phase begins, with dense attention.
     learning_rate: its peak. warmup_steps: steps until the peak, at most all; None: a tenth of them, at most 100.
@@ -128,8 +128,7 @@ class PhaseConfig:
 
     def _check_method(self, methods: Sequence[Method]) -> None:
         if all(isinstance(method, Dense) for method in methods) and self.distill > 0:
-            got = "Dense()" if isinstance(self.method, Dense) else "that in all layers"
-            raise ValueError(f"method: dense attention has nothing to learn of itself (distill), got {got}")
+            raise ValueError("method: dense attention has nothing to learn of itself (distill), got Dense()")
         for method in methods:
             rule = method.layout.rule
             if rule.window is not None and self.sequence_length < rule.window + rule.chunk:

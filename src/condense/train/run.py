@@ -18,7 +18,7 @@ from transformers.integrations import is_tensorboard_available
 from transformers.trainer_utils import set_seed
 
 from condense.files import sole_writer, whole_folder
-from condense.methods import check_trainable, settings_of
+from condense.methods import check_names, check_trainable, settings_of
 from condense.models import attention_layers, chosen_methods, condensed_layers, methods_of, restore, use
 from condense.models.adapted import ADAPTED
 from condense.models.adapters import refuse_adapter
@@ -235,6 +235,8 @@ def _check_model(config: TrainConfig) -> None:
         if phase.method is not None:
             with use(restore(skeleton), phase.method):
                 is_saved = config.save_condensed and phase is config.phases[-1]
+                if is_saved:
+                    check_names(chosen_methods(skeleton, phase.method).values())
                 if held and config.train == "lora" and is_saved and condensed_layers(skeleton) != held:
                     raise ValueError(
                         "pretrained: wanted a base that is stock or condensed by the adapter's method, as both are "
