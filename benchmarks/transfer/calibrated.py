@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,12 +36,14 @@ def calibrated(
     *,
     numbers: int,
     measured: Path,
+    wanted: Container[str] | None = None,
 ) -> dict[str, Arm]:
     """One allocation per size of the cache, found on texts of ``length`` tokens that the model was trained on.
 
     On the device alone Recall is measured with all groups open, which takes no more room, and then opens 512 in all
     layers but the first, as the named settings do, so that steps are fast. numbers: how many are hidden in each text.
     measured: how the names of files begin that keep what was measured of the model, for another run to go on from.
+    wanted: names of those to find; None: all.
     """
     rng = np.random.default_rng(0)
     texts = [tokenizer.decode(text.stretch(rng, 2 * length)) for _ in range(2 * _TEXTS)]
@@ -50,10 +53,12 @@ def calibrated(
     asked = {"length": length, "cache_length": 32768, "hidden_numbers": numbers, "texts": _TEXTS}
     found = dict[str, Arm]()
     for name, goal in goals.items():
+        if wanted is not None and name not in wanted:
+            continue
         # goals with the same candidates share what was measured
         file = measured.with_name(f"{measured.name}-{len(goal.candidates)}.json")
         found[name] = calibrate(model, tokenizer, texts, replace(goal, **asked), measured=file).allocation
-    on_device = found[f"calibrated to {_ON_DEVICE:.0%}"]
+    on_device = found.get(f"calibrated to {_ON_DEVICE:.0%}", {})
     for layer in sorted(on_device)[1:]:
         on_device[layer] = fewer if on_device[layer] == recall else on_device[layer]
     return found

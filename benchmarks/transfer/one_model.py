@@ -92,7 +92,10 @@ def _calibrated(
     """Allocations for a model, by name; what was measured for them lies beside its weights."""
     text = Texts(unpacked(options.corpus, "train-1.xz"), _tokenizer(), "trained")
     measured = (options.weights or options.out) / f"{options.make}-s{options.seed}-measured"
-    found = calibrated(model, _tokenizer(), text, length, numbers=4 if options.tiny else 16, measured=measured)
+    numbers = 4 if options.tiny else 16
+    found = calibrated(
+        model, _tokenizer(), text, length, numbers=numbers, measured=measured, wanted=options.form or None
+    )
     note({"calibrated": {name: str(arm) for name, arm in found.items()}})
     return found
 
@@ -103,8 +106,8 @@ def _adapt(
 ) -> None:  # fmt: skip
     """Measure the model as it is, then adapted to each form, from the same weights, for ``options.adapt`` seconds.
 
-    The forms of the study of allocations are those that `condense calibrate` finds; that study measures them as they
-    are found.
+    Steps of one text of the greatest length alternate with steps of as many tokens in texts of the others. The forms
+    of the study of allocations are those that `condense calibrate` finds.
     """
     text = Texts(unpacked(options.corpus, "train-*.xz"), _tokenizer(), "trained")
     most, seed = max(held), options.seed
@@ -112,6 +115,7 @@ def _adapt(
     untouched: dict[str, Arm] = {"dense": None}
     if options.study == "calibrated":
         forms: dict[str, ByLayer] = _calibrated(options, before, most, note)
+        untouched |= forms
     else:
         forms = forms_of(int(model.config.num_hidden_layers))
         untouched |= {"recall-device": OPENED, "cache of 4 bits": CACHE}
@@ -125,7 +129,9 @@ def _adapt(
         form, name = forms[name], f"{name}, rate {rate:g}"
         log = _noting(options.out / f"{options.make}-s{seed}-adapting.jsonl", {"form": name})
         adapted = copy.deepcopy(model)
-        data = batches(text, most, most, seed=seed + 1, workers=options.workers)
+        workers = options.workers // len(held)
+        of_lengths = (batches(text, length, most, seed=seed + 1, workers=workers) for length in sorted(held)[::-1])
+        data = itertools.chain.from_iterable(zip(*of_lengths, strict=False))
         adapt(adapted, form, data, by_clock(options.adapt), log, rate)
         adapted = _in_bfloat16(adapted)
         for arm in ({f"{name}, adapted": form}, {f"{name}, adapted, run densely": {"rest": Dense()}}):
@@ -174,7 +180,7 @@ def warm(options: argparse.Namespace) -> None:
 
 def _warm_adapting(options: argparse.Namespace, index: int, of: int) -> None:
     """Train and measure forms with random weights, two steps of each size of groups."""
-    mixed: dict[str, ByLayer] = {"mixed": dict(enumerate(kinds(latents=False)))}
+    mixed: dict[str, ByLayer] = {"mixed": dict(enumerate(kinds(latents="mla" in options.make)))}
     forms = mixed if options.study == "calibrated" else forms_of(4)
     for form in list(forms.values())[index::of]:
         model = _model(options, num_hidden_layers=4)
