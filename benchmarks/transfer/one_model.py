@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import weights
 from adapted import OPENED, ByLayer, adapt, by_clock, forms_of
-from calibrated import calibrated, kinds
+from calibrated import calibrated
 from contenders import CACHE, Arm, arms_of, costs
 from makes import batches, longest, new_model, stages_of, train
 from reading import Reference, forced, logits_of
@@ -24,6 +24,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import condense
 from condense import Dense
+from condense.calibration import default_candidates
 
 LENGTHS = (16384, 32768, 4096, 65536)
 # texts of prose, of code and with questions, by length
@@ -180,7 +181,8 @@ def warm(options: argparse.Namespace) -> None:
 
 def _warm_adapting(options: argparse.Namespace, index: int, of: int) -> None:
     """Train and measure forms with random weights, two steps of each size of groups."""
-    mixed: dict[str, ByLayer] = {"mixed": dict(enumerate(kinds(latents="mla" in options.make)))}
+    candidates = default_candidates(LENGTHS[1], latents="mla" in options.make, host_memory=False)
+    mixed: dict[str, ByLayer] = {"mixed": dict(enumerate(candidates))}
     forms = mixed if options.study == "calibrated" else forms_of(4)
     for form in list(forms.values())[index::of]:
         model = _model(options, num_hidden_layers=4)

@@ -34,6 +34,7 @@ BAD = {
     "letters": ({"candidates": "recall-device"}, "candidates must be a list or a tuple, got 'recall-device'"),
     "one": ({"candidates": Dense()}, r"candidates must be a list or a tuple, got Dense\(\)"),
     "ahead": ({"candidates": (CCA(summary="prompt"),)}, "sees later tokens of a whole text: use summary="),
+    "host": ({"host_memory": False}, r"candidates: wanted no tokens in host memory, got Recall.*: use store=device"),
     "kept": ({"candidates": ("recall-device", "recall-device:prompt=exact,keep=0.5")}, "use keep=1"),
 }
 CONFIG = CalibrationConfig(budget_nats=0.2, candidates=CANDIDATES, length=128, texts=3)
@@ -285,6 +286,23 @@ def test_latents_by_default(tokenizer, text):
     result = condense.calibrate(model, tokenizer, [text], CalibrationConfig(cache=0.9, length=192, texts=2))
     assert result.config.candidates == default_candidates(192, latents=True)
     assert result.chosen.cache <= 0.9
+
+
+@pytest.mark.parametrize("kind", ["llama", "deepseek_v3"])
+def test_without_host_memory_only_the_first_layer_opens_all_groups(kind, tokenizer, text):
+    model, latents = tiny.model(kind, vocab_size=len(tokenizer)), kind == "deepseek_v3"
+    asked = CalibrationConfig(cache=0.6, length=192, texts=2, host_memory=False)
+    result = condense.calibrate(model, tokenizer, [text], asked)
+    opened, fewer, *others = result.config.candidates
+    assert (opened.num_recall, fewer.num_recall) == (1.0, 1024 if latents else 512)
+    assert opened.prompt == fewer.prompt == ("exact" if latents else "shared")
+    first, *later = sorted(result.allocation)
+    for point in (result.chosen, *result.curve):
+        assert point.host == 0
+        assert point.methods[first] in (opened, *others)
+        assert {point.methods[layer] for layer in later} <= {fewer, *others}
+    assert result.chosen.cache <= 0.6
+    assert len(result.layers) == 3 * (1 + len(later))  # what no layer may have was not measured
 
 
 @pytest.mark.parametrize(("length", "opened"), [(128, (8, 2)), (4096, (64, 16)), (131072, (512, 128))])

@@ -1,5 +1,6 @@
 """The curve of quality against cache: allocations from the most faithful to the smallest, and the choice among them."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -7,6 +8,7 @@ import numpy as np
 from condense.calibration.config import CalibrationConfig
 from condense.calibration.measure import Allocation, Meter
 from condense.calibration.report import CurvePoint, LayerLoss, Mean, found_of
+from condense.methods import Dense
 from condense.models.inspect import LayerReport, cache_shares
 
 # number of points of the curve that are measured whatever the goals are
@@ -29,8 +31,12 @@ class Curve:
         methods = config.candidates
         known = {(loss.layer, loss.method): loss for loss in losses}
         layers = list(dict.fromkeys(loss.layer for loss in losses))
-        # layer -> loss of each candidate; 0 for dense attention, which was not measured
-        self._lost = {i: [known[i, m].total if (i, m) in known else 0.0 for m in methods] for i in layers}
+        # layer -> loss of each candidate; of those not measured 0 for dense attention, and no others are taken
+        unknown = [0.0 if isinstance(method, Dense) else math.inf for method in methods]
+        self._lost = {
+            i: [known[i, m].total if (i, m) in known else lost for m, lost in zip(methods, unknown, strict=True)]
+            for i in layers
+        }
         of_layers = {rows[0].layer: [row.bytes for row in rows] for rows in zip(*reports, strict=True)}
         self._sizes = {i: of_layers[i] for i in layers}
         self.path = greedy_path(self._lost, self._sizes)

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from condense.calibration.config import CalibrationConfig, default_candidates
+from condense.calibration.config import CalibrationConfig, barred, default_candidates
 from condense.calibration.curve import NUM_POINTS, Curve, check_cache, choose, verify
 from condense.calibration.measure import Meter
 from condense.calibration.report import Calibration, LayerLoss, Mean, found_of
@@ -49,9 +49,11 @@ def calibrate(
         raise ValueError("model must be in eval mode: call model.eval()")
     check_learned_positions(model.config, "length", config.length)
     check_learned_positions(model.config, "cache_length", config.counted_length)
-    if not config.candidates:
+    is_default = not config.candidates
+    if is_default:
         latents = any(map(is_latent, attention_layers(model).values()))
-        config = replace(config, candidates=default_candidates(config.length, latents=latents))
+        usual = default_candidates(config.length, latents=latents, host_memory=config.host_memory)
+        config = replace(config, candidates=usual)
     reports = [inspect(model, {REST: method}, config.counted_length) for method in config.candidates]
     check_cache(reports, config)
     samples = draw_samples(tokenizer, texts, config)
@@ -66,7 +68,9 @@ def calibrate(
     layers = sorted(chosen_methods(model, config.candidates[0]))
     numbers = range(len(config.candidates))
     uniform = [dict.fromkeys(layers, n) for n in numbers]
-    alone = [{layer: n} for layer in layers for n in numbers if not isinstance(config.candidates[n], Dense)]
+    never = barred(layers) if is_default and not config.host_memory else set()
+    never |= {(layer, n) for layer in layers for n in numbers if isinstance(config.candidates[n], Dense)}
+    alone = [{layer: n} for layer in layers for n in numbers if (layer, n) not in never]
 
     forwards = sum(meter.missing(i, [{}, *uniform, *alone]) for i in meter.measured)
     # forwards still to come per text: the curve's grid, a bisection, two verifications, each with the dense model

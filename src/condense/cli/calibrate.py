@@ -39,10 +39,13 @@ def calibrate_command(
         list[str] | None,
         typer.Option(
             help=options.METHOD_HELP
-            + " Repeatable. Default: dense, recall with all groups open and with some, cca (lca on latents) "
-            "and a window."
+            + " Repeatable. Default: dense (not without host memory), recall with all groups open and with some, cca "
+            "(lca on latents) and a window."
         ),
     ] = None,
+    host_memory: Annotated[
+        bool, typer.Option(help="Whether tokens may lie in host memory; decides the default candidates.")
+    ] = True,
     length: Annotated[str | None, typer.Option(help="Tokens of each text, as 16384 or 16K. Default: 4K.")] = None,
     texts: Annotated[int | None, typer.Option(help="Texts to measure, and as many to verify. Default: 8.")] = None,
     hidden_numbers: Annotated[int, typer.Option(help="Numbers to hide in as many further texts and to ask for.")] = 0,
@@ -76,6 +79,7 @@ def calibrate_command(
         cache=cache,
         min_found=min_found,
         candidates=tuple(map(Method.parse, candidate or ())),
+        host_memory=host_memory,
         length=options.parse_tokens("length", length) if length is not None else DEMO_LENGTH if is_demo else 4096,
         texts=texts if texts is not None else DEMO_TEXTS if is_demo else 8,
         hidden_numbers=hidden_numbers,
@@ -138,11 +142,11 @@ def _print(result: Calibration) -> None:
 def _layers(
     title: str, result: Calibration, names: dict[Method, str], read: Callable[[LayerLoss], Mean | None]
 ) -> Table:
-    """A table of ``read`` for every layer and candidate, without the errors, which the allocation's file has."""
+    """A table of ``read`` for every layer and its candidates, without the errors, which the allocation's file has."""
     losses = {(loss.layer, loss.method): str(read(loss)).partition("±")[0] for loss in result.layers}
     methods = dict.fromkeys(method for _, method in losses)
     layers = dict.fromkeys(layer for layer, _ in losses)
-    rows = [(str(layer), *(losses[layer, method] for method in methods)) for layer in layers]
+    rows = [(str(layer), *(losses.get((layer, method), "") for method in methods)) for layer in layers]
     return options.plain_table(title, right=["layer", *(names[method] for method in methods)], rows=rows)
 
 
