@@ -22,22 +22,20 @@ from stored import Documents
 from transformers import AutoModelForCausalLM
 
 from condense import CCA, Method, Recall
+from condense.models.choice import choice_from_text
 from condense.models.inspect import inspect
 from condense.models.shapes import shape_config
 from condense.ops.recall.choice import SHARED
 
 LENGTH = 131072
-NAMES = ("recall-host", "recall-device", "pooled")
+NAMES = ("recall-host", "recall-device")
 UNKNOWN = "not measured"
-# arms of the study of what transfers: named settings as they are, and beside them a dense cache
-_MEASURED, _CACHE = ("recall-host", "recall-device"), "cache of 4 bits"
+_CACHE = "cache of 4 bits"  # an arm of the study of what transfers
 _WORDS = {3: "three", 4: "four", 5: "five", 6: "six", 7: "seven"}
 _TEXT = ("key", "other")  # tokens that need far text, and the others
-# the arm of the study of adaptation, its settings and its length
-_ARM, _ADAPTED, _ADAPTED_LENGTH = "both", "lca:window=512,rep_bias=log_size", 8192
-# dense vLLM, and Recall's; a model adapted to `CCA`
+# dense vLLM, Recall's and an allocation's
 _DENSE, _DEVICE, _HOST = "rounds-dense-h200-", "default-recall-device-", "default-recall-host-"
-_POOLED, _ALLOCATED, _MIX = "adapted-20261124T041642Z", "adapted-20261201T010502Z", "mix-speed-h200-"
+_MIX = "mix-speed-h200-"
 _BLOCK = re.compile(r"(<!-- figures -->\n).*?(<!-- /figures -->)", re.DOTALL)
 
 
@@ -56,21 +54,25 @@ def fill(page: Path, documents: Documents) -> None:
 
 def table(documents: Documents) -> str:
     """In Markdown."""
-    attentions, quality = ("dense", *NAMES), {name: _quality(documents, name) for name in NAMES}
-    engine, served = _engine(documents), _served(documents)
+    mix = _runs(documents, _MIX)[0]["method"]
+    caches = [cache(name) for name in ("dense", "dense", *NAMES, mix)]
+    quality, engine, served = [_quality(documents, name) for name in NAMES], _engine(documents), _served(documents)
+    quality.append(_allocated(documents))
     rows = [
-        ["cache on the GPU", *(f"{cache(name)[0]:#.3g} GiB" for name in ("dense", *attentions))],
-        ["read by each further token", *(f"{cache(name)[1]:#.3g} GiB" for name in ("dense", *attentions))],
+        ["cache on the GPU", *(f"{kept:#.3g} GiB" for kept, _ in caches)],
+        ["read by each further token", *(f"{read:#.3g} GiB" for _, read in caches)],
     ]
+    mixed = _first(documents, _MIX), _untouched(documents, _MIX)[0]
     for i, (name, unit) in enumerate((("first token", "s"), ("each further token", "ms"))):
         dense = generate(documents, "dense")[i], engine[i]
         named = [text(generate(documents, each)[i], unit, served.get((each, i), "")) for each in NAMES]
-        rows.append([name, *(text(x, unit) for x in dense), *named])
+        rows.append([name, *(text(x, unit) for x in dense), *named, text(None, unit, text(mixed[i], unit))])
     rows += [
-        ["hidden numbers found, worst task", "all", "all", *(_cell(quality[name], "found") for name in NAMES)],
-        ["loss on text", "0", "0", *(_cell(quality[name], "loss") for name in NAMES)],
+        ["hidden numbers found, worst task", "all", "all", *(of.found for of in quality)],
+        ["loss on text", "0", "0", *(of.loss for of in quality)],
     ]
-    head = [f"{LENGTH:,} tokens", "dense, `generate`", "dense, vLLM", *(f"`{name}`" for name in NAMES)]
+    names = (f"`{name}`" for name in NAMES)
+    head = [f"{LENGTH:,} tokens", "dense, `generate`", "dense, vLLM", *names, "an allocation, adapted"]
     return "".join(f"| {' | '.join(row)} |\n" for row in (head, ["---"] * len(head), *rows))
 
 
@@ -87,12 +89,9 @@ def claims(documents: Documents) -> list[str]:
     host, trained = lost(documents, "recall-host"), transfer_page.trainings_of(documents)
     others = {key: model for key, model in trained.items() if model["make"] != "mla-28m"}
     elsewhere = [transfer_page.worst(others, name, ["copy"])[0] for name in ("recall-device", "recall-host")]
-    # one adapted to pooling, in the tests of Recall
-    ours = transfer_page.row_of(documents[_POOLED]["results"]["models"][0], "pooled, adapted", 16384)
     # an allocation that a model was calibrated and adapted to, and one of its size in vLLM
     at_once = _runs(documents, _MIX)[0]["capacity"][0]["running"]
-    found = documents[_ALLOCATED]["results"]["models"][0]
-    learned = [row for row in found["rows"] if row["arm"] == "calibrated to 16%, rate 0.0001, adapted"]
+    learned = [row for _, row in _learned(documents)]
     firsts = _first(documents, _DEVICE), generate(documents, "recall-device")[0]
     of_four, _ = _untouched(documents, "rounds-dense-int4-")
     return [
@@ -111,13 +110,14 @@ def claims(documents: Documents) -> list[str]:
         f"loses {host[0]}, {host[1]} and {host[2]}",
         f"only with latents, elsewhere {elsewhere[0]:.3f} and {elsewhere[1]:.3f}.",
         f"loses {cache[0]}, {cache[1]} and {cache[2]}",
-        f"lost {ours['key'][0]:.3f} nats on far text and {max(ours[x][0] for x in transfer_page.TASKS):.1%} of a task",
         f"vLLM's took {text(of_four, 'ms')} a token",
         f"up to {shorter:,} tokens shorter",
         f"ran {running['condensed']} of them at once, dense {running['dense']}.",
         f"gave {_untouched(documents, _MIX)[1]:,.0f} with {at_once} requests of {LENGTH:,} tokens",
-        f"kept {max(row['device'] for row in learned):.0%} of the cache, all on the GPU, and lost "
-        f"{max(row[name][0] for row in learned for name in transfer_page.TOKENS):.3f} nats and "
+        f"{_WORDS[len({make for make, _ in _learned(documents)})].capitalize()} small models",
+        f"kept {max(row['device'] for row in learned):.0%} of the cache, all on the GPU",
+        f"lost up to {max(row[name][0] for row in learned for name in _TEXT):.3f} nats, "
+        f"{max(row['copy'][0] for row in learned):.3f} on copies and "
         f"{max(row[name][0] for row in learned for name in transfer_page.TASKS):.1%} of a task",
         f"first token came after {text(firsts[0], 's')} in vLLM and {text(firsts[1], 's')} in",
         f"one request took {text(one['condensed'], 'ms')} a token",
@@ -166,10 +166,13 @@ def text(value: float | None, unit: str, served: str = "") -> str:
 
 
 def cache(name: str) -> tuple[float, float]:
-    """GiB on the device for one prompt in Llama-3.1-8B's shape, bfloat16, and GiB that a token after it reads."""
+    """GiB on the device for one prompt in Llama-3.1-8B's shape, bfloat16, and GiB that a token after it reads.
+
+    name: of a method, of methods by layer as on the command line, or "dense".
+    """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(shape_config("llama-3.1-8b"))
-    reports = inspect(model, "cca" if name == "dense" else name, LENGTH)
+    reports = inspect(model, choice_from_text("cca" if name == "dense" else name), LENGTH)
     kept, read = sum(x.bytes for x in reports) / 2**30, sum(x.read_bytes for x in reports) / 2**30
     return (sum(x.dense_bytes for x in reports) / 2**30,) * 2 if name == "dense" else (kept, read)
 
@@ -242,40 +245,25 @@ def _first(documents: Documents, start: str) -> float:
     return min(x for run in _runs(documents, start) for x in run.get("first", []))
 
 
-def _quality(documents: Documents, name: str) -> Quality | None:
-    """Findings of models under a named setting; None if none were measured with it."""
-    if Method.parse(name) == Method.parse(_ADAPTED):
-        return _adapted(documents)
-    if name not in _MEASURED:
-        return None
+def _quality(documents: Documents, name: str) -> Quality:
+    """Findings of models under a named setting."""
     models, title = transfer_page.trainings_of(documents), transfer_page.title
     missed, loss = (transfer_page.worst(models, name, of) for of in (transfer_page.TASKS, _TEXT))
     return Quality(f"{1 - missed[0]:.1%} ({title(missed[2])})", f"{loss[0]:+.3f} ({title(loss[2])})")
 
 
-def _adapted(documents: Documents) -> Quality:
-    """Findings of the models that were adapted, beside dense models that were trained on as many tokens."""
-    runs: dict[str, dict[int, Any]] = {"dense": {}, _ARM: {}}
-    for name, document in documents.items():
-        if name == "adaptation-8192-h200-20261122T083308Z":
-            for run in (x["results"] for x in document):
-                runs.get(run.get("arm"), {})[run["seed"]] = run
-
-    def of(run: Mapping[str, Any], what: str, name: str) -> Any:
-        return next(entry for entry in run[what] if entry["name"] == name)
-
-    pairs = [(runs[_ARM][seed], runs["dense"][seed]) for seed in sorted(runs[_ARM])]
-    shares = [
-        [of(a, "retrieval", b)["exact"]["share"] for a, b in zip(pair, ("own", "dense"), strict=True)] for pair in pairs
-    ]
-    found = [own / dense for own, dense in shares]
-    loss = [of(own, "text", "own")["loss"] - of(dense, "text", "dense")["loss"] for own, dense in pairs]
-    parameters = documents["demo-model-seed0"]["results"]["parameters"] / 1e6
-    return Quality(
-        f"{min(found):.1%} (another task, {parameters:.0f}M, {_ADAPTED_LENGTH:,} tokens)",
-        f"{max(loss):+.3f} (above another dense model)",
+def _allocated(documents: Documents) -> Quality:
+    """Findings of models that learned the allocations of 16 % that were found for them."""
+    missed, loss = (
+        max((row[name][0], transfer_page.TITLES[make]) for make, row in _learned(documents) for name in of)
+        for of in (transfer_page.TASKS, _TEXT)
     )
+    return Quality(f"{1 - missed[0]:.1%} ({missed[1]})", f"{loss[0]:+.3f} ({loss[1]})")
 
 
-def _cell(quality: Quality | None, what: str) -> str:
-    return UNKNOWN if quality is None else str(getattr(quality, what))
+def _learned(documents: Documents) -> list[tuple[str, Mapping[str, Any]]]:
+    """Rows of these models at the lowest rate at which each learned, by make."""
+    found = [(make, row) for make, row in transfer_page.allocated(documents) if row["steps"] and not row["densely"]]
+    rows = [(make, row) for make, row in found if row["form"] == transfer_page.ALLOCATED]
+    least = {make: min(float(row["rate"]) for of, row in rows if of == make) for make, _ in rows}
+    return [(make, row) for make, row in rows if float(row["rate"]) == least[make]]

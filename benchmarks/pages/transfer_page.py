@@ -1,8 +1,8 @@
 """`docs/studies/transfer.md`, from its template, and the table of the same study in `docs/recall.md`.
 
-In the template stand ``{{NAMED}}``, ``{{LENGTHS}}``, ``{{DEVICE}}``, ``{{WORST}}``, ``{{OPENED}}``, ``{{ADAPTED}}``
-and ``{{CALIBRATED}}``;
-in the page of Recall the worst cells of the named settings between ``<!-- transfer -->`` and ``<!-- /transfer -->``.
+In the template stand ``{{NAMED}}``, ``{{LENGTHS}}``, ``{{DEVICE}}``, ``{{WORST}}``, ``{{OPENED}}``, ``{{ADAPTED}}``,
+``{{CALIBRATED}}``, ``{{SMALLER}}`` and ``{{DENSELY}}``; in the page of Recall the worst cells of the named settings
+between ``<!-- transfer -->`` and ``<!-- /transfer -->``.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ _WHOLE, _LATENTS = 8448, "mla-28m"
 _LOST = {"far text needed": "key", "other tokens": "other", "copies": "copy"}
 # the run that says how many open groups are enough after a longer training
 OPENED = "opened-20261130T013222Z"
+# the arm of an allocation that keeps all on the device
+ALLOCATED = "calibrated to 16%"
 _BLOCK = re.compile(r"(<!-- transfer -->\n).*?(<!-- /transfer -->)", re.DOTALL)
 _PLACE = re.compile(r"\{\{(\w+)\}\}")
 
@@ -88,7 +90,7 @@ def title(key: str) -> str:
 
 def write_page(documents: Mapping[str, Any], page: Path) -> None:
     """Write the study's page."""
-    newest, named = models_of(documents), named_of(documents)
+    newest, named, found = models_of(documents), named_of(documents), allocated(documents)
     rows = [row for model in newest.values() for row in model["rows"]]
     arms = dict.fromkeys(row["arm"] for row in rows if row["arm"] != "dense")
     tables = {
@@ -98,7 +100,11 @@ def write_page(documents: Mapping[str, Any], page: Path) -> None:
         "WORST": _worst_cells(newest, arms),
         "OPENED": by_model(documents[OPENED]),
         "ADAPTED": _adapted(_pooled_of(documents)),
-        "CALIBRATED": _adapted(_calibrated_of(documents)),
+        "CALIBRATED": _allocations(
+            (make, row) for make, row in found if row["form"] == ALLOCATED and not row["densely"]
+        ),
+        "SMALLER": _allocations((make, row) for make, row in found if row["form"] != ALLOCATED and not row["densely"]),
+        "DENSELY": _allocations((make, row) for make, row in found if row["densely"]),
     }
     template = Path(__file__).with_name("transfer.md").read_text(encoding="utf-8")
     page.write_text(_PLACE.sub(lambda place: tables[place[1]], template), encoding="utf-8")
@@ -213,15 +219,38 @@ def _pooled_of(documents: Mapping[str, Any]) -> dict[str, Any]:
     return {str(n): model for n, model in enumerate((m for m in models if "calibrated" not in m), 1)}
 
 
-def _calibrated_of(documents: Mapping[str, Any]) -> dict[str, Any]:
-    """Models under allocations that were found for them, by make, with the rows of what was then adapted to these."""
-    found = dict[str, Any]()
+def allocated(documents: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Rows of models under allocations that were found for them, by make, with what tells rows of a make apart.
+
+    form: the allocation. rate: of learning, or "as found". steps: of learning. densely: whether the model was read with
+    dense attention after it had learned.
+    """
+    found = []
     for name, document in sorted(documents.items(), key=lambda item: not item[0].startswith("calibrated-")):
         for model in document["results"]["models"] if name.startswith(("calibrated-", "adapted-")) else ():
-            if "calibrated" in model:
-                rows = found.get(TITLES[model["make"]], {"rows": []})["rows"]
-                found[TITLES[model["make"]]] = {"adapted": {}, **model, "rows": rows + model["rows"]}
+            for row in model["rows"] if "calibrated" in model else ():
+                arm, _, way = row["arm"].partition(", adapted")
+                form, _, rate = arm.partition(", rate ")
+                if form in model["calibrated"]:
+                    learned = model.get("adapted", {}).get(arm, {}).get("step", 0)
+                    told = {"form": form, "rate": rate or "as found", "steps": learned, "densely": bool(way)}
+                    found.append((model["make"], row | told))
     return found
+
+
+def _allocations(rows: Iterable[tuple[str, Mapping[str, Any]]]) -> str:
+    """Far text needed, other tokens, copies and the worst task by length, and the divergence, of rows of models."""
+    lengths, by_name = (16384, 32768), dict[tuple[str, ...], dict[int, Mapping[str, Any]]]()
+    for make, row in sorted(rows, key=lambda entry: entry[1]["form"]):
+        key = row["form"].removeprefix("calibrated to "), TITLES[make], row["rate"], str(row["steps"] or "")
+        by_name.setdefault(key, {})[row["length"]] = row
+    head = ["", "model", "rate", "steps", "device", "read", *(f"{length:,}" for length in lengths), "divergence"]
+    table = [head, ["---"] * len(head)]
+    for key, of in by_name.items():
+        sizes = [_between([f"{of[n][size]:.0%}" for n in lengths if n in of]) for size in ("device", "read")]
+        cells = [f"{_nats(of[n])}; {_worst(of[n])}" if n in of else "" for n in lengths]
+        table.append([*key, *sizes, *cells, ", ".join(_kl(of[n]) for n in lengths if n in of)])
+    return _table(table)
 
 
 def _adapted(models: Mapping[str, Any]) -> str:
