@@ -8,8 +8,9 @@ import sys
 from unittest.mock import Mock
 
 import pytest
+import torch
 from small_models import random_latents, tiny_llama
-from transformers import GPTNeoXConfig, GptOssConfig, LlamaConfig, LlamaForCausalLM, Qwen2Config
+from transformers import GPTNeoXConfig, GptOssConfig, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 import condense
 from condense.cli.main import main
@@ -37,6 +38,7 @@ REFUSED = [
     (["--spec-model", "small"], "--speculative-config is not served"),
     (["--ubatch-size", "2"], "--enable-dbo and --ubatch-size are not served"),
     (["--method", "dga", "--block-size=16"], "; method must be"),
+    (["--method", "dga", "-tp", "3", "--hf-overrides", "{"], "; --hf-overrides must be JSON"),
     (["--method", "cca", "--block_size", "16"], "--block-size must be left out"),
     (["--method", "dga", "-tp", "3"], "model.generate; --tensor-parallel-size must divide the model's 2 KV heads"),
     (["--method", "recall-host", "-pp", "2"], "--pipeline-parallel-size is served only if all layers are condensed"),
@@ -254,15 +256,19 @@ def test_flags_in_a_file(serve, stock, tmp_path):
 
 @pytest.mark.parametrize("name", ["--hf-overrides", "--hf_overrides"])
 def test_own_overrides_batch_and_mode_are_kept(name):
-    flags = [name + '={"rope_scaling": null}', "--max-num-batched-tokens=512", "--performance_mode=throughput"]
-    config = Qwen2Config(architectures=["Qwen2ForCausalLM"], condense=SAVED)
-    command = server_command("model", config, flags)
+    own = ["--max-num-batched-tokens=512", "--performance_mode=throughput", "--prefix-cache-retention-interval=0"]
+    flags = [name + '={"rope_scaling": null}', *own]
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = Qwen2Config(architectures=["Qwen2ForCausalLM"], condense=SAVED, **sizes)
+    with torch.device("meta"):
+        model = Qwen2ForCausalLM(config)
+    command = server_command("model", model, flags)
     given = {"architectures": ["CondensedQwen2ForCausalLM"], "condense": SAVED}
     assert overrides(command) == {"rope_scaling": None, **given}
-    assert [flag for flag in command if "batched" in flag] == ["--max-num-batched-tokens=512"]
-    assert [flag for flag in command if "performance" in flag] == ["--performance_mode=throughput"]
-    command = server_command("model", config, [])
+    assert [flag for flag in command if "batched" in flag or "performance" in flag or "retention" in flag] == own
+    command = server_command("model", model, [])
     assert command[command.index("--max-num-batched-tokens") + 1] == "4096"
     assert command[command.index("--performance-mode") + 1] == "interactivity"
+    assert command[command.index("--prefix-cache-retention-interval") + 1] == "8192"
     # vLLM refuses it for longer texts whose prompts are read whole
-    assert "--max-num-batched-tokens" not in server_command("model", config, ["--no_enable_chunked_prefill"])
+    assert "--max-num-batched-tokens" not in server_command("model", model, ["--no_enable_chunked_prefill"])

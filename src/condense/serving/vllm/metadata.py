@@ -14,7 +14,7 @@ from vllm.v1.attention.backend import (
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
 )
-from vllm.v1.kv_cache_interface import KVCacheSpec
+from vllm.v1.kv_cache_interface import KVCacheSpec, SlidingWindowSpec
 
 from condense.ops.paged import NewTokens
 from condense.serving.blocks import blocks_of_request
@@ -26,9 +26,13 @@ logger = init_logger("vllm.condense")
 
 @dataclass
 class CondensedMetadata(AttentionMetadata):
-    """The metadata of one kind of pages in one step. table: int32 ``[R, n]``, the pages of each request."""
+    """The metadata of one kind of pages in one step.
 
-    new: NewTokens
+    new: of windows, whose metadata a layer gets as its own; None for other kinds. table: int32 ``[R, n]``, the pages of
+    each request.
+    """
+
+    new: NewTokens | None
     table: Tensor
 
 
@@ -58,6 +62,8 @@ class CondensedMetadataBuilder(AttentionMetadataBuilder[CondensedMetadata]):
         if not self._said and int(batch.block_table_tensor[0, 0]) != 0:
             self._said = True
             self._say_concurrency()
+        if not isinstance(self.kv_cache_spec, SlidingWindowSpec):
+            return CondensedMetadata(None, batch.block_table_tensor)
         starts = batch.query_start_loc_cpu.tolist()
         # the upper bound is exact, because all drafts are refused but those that the host finds
         lengths = batch.seq_lens if batch.seq_lens_cpu_upper_bound is None else batch.seq_lens_cpu_upper_bound
