@@ -242,7 +242,8 @@ def _allocations(rows: Iterable[tuple[str, Mapping[str, Any]]]) -> str:
     """Far text needed, other tokens, copies and the worst task by length, and the divergence, of rows of models."""
     lengths, by_name = (16384, 32768), dict[tuple[str, ...], dict[int, Mapping[str, Any]]]()
     for make, row in sorted(rows, key=lambda entry: entry[1]["form"]):
-        key = row["form"].removeprefix("calibrated to "), TITLES[make], row["rate"], str(row["steps"] or "")
+        rate = f"{float(row['rate']):.0e}".replace("e-0", "e-") if row["steps"] else row["rate"]
+        key = row["form"].removeprefix("calibrated to "), TITLES[make], rate, str(row["steps"] or "")
         by_name.setdefault(key, {})[row["length"]] = row
     head = ["", "model", "rate", "steps", "device", "read", *(f"{length:,}" for length in lengths), "divergence"]
     table = [head, ["---"] * len(head)]
