@@ -17,7 +17,7 @@ SETTINGS = {
     # generate's own answers from the second token on. The first layer alone gets numbers free of noise
     # Dense prompts, as what shared choices leave in the cache depends on the pieces in which a prompt is read
     "recall-device": "recall-device:store_bits=16,prompt=exact",
-    "calibrated": "recall-device@0+cca:key_pooling=mean,value_pooling=mean,entry_bits=4@1+"
+    "calibrated": "recall-device:prompt=exact@0+cca:key_pooling=mean,value_pooling=mean,entry_bits=4@1+"
     "streaming_llm:sink=4,window=1024@2",
     "pooled": "pooled",
 }
