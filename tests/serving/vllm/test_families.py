@@ -19,6 +19,7 @@ from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.models.deepseek_v2 import DeepseekV2Attention
 from vllm.platforms import current_platform
+from vllm.plugins import load_general_plugins
 
 import condense
 from condense.demo import demo_model, demo_prompt
@@ -53,6 +54,8 @@ REFUSED = [
     (None, {"enable_lora": True}, "--enable-lora is not served with latents"),
 ]
 RECALL = condense.Recall(group_size=4, window=24, num_recall=6, min_recall=4, store_bits=4)
+# one layer of each kind; Recall opens 4 of the 26 groups that close in the longer prompt
+BOTH = {0: METHOD, "rest": RECALL.replace(num_recall=4, store_bits=16, unchosen="drop")}
 LCA = condense.LCA(group_size=4, window=24, rep_bias="log_size")
 RANKS = {"pooled": LCA, "recall": RECALL.replace(num_recall=2, prompt="exact", store="host")}
 SLIDING = {
@@ -75,7 +78,8 @@ EngineArgs(model=sys.argv[1], skip_tokenizer_init=True).create_model_config()
 
 @pytest.fixture(scope="module", autouse=True)
 def _known_classes():
-    """vLLM asks a process of its own about each class that it knows by name only, which takes long."""
+    """vLLM asks a process of its own about each class that it knows by name only, as plugins name them: 20 s each."""
+    load_general_plugins()
     for architecture in ARCHITECTURES:
         name = f"Condensed{architecture}"
         ModelRegistry.register_model(name, getattr(models, name))
@@ -85,7 +89,7 @@ def _known_classes():
 def test_tokens_of_generate(engine, greedy, tmp_path, family):
     torch.manual_seed(0)
     config = LATENTS[family] if family in LATENTS else AutoConfig.for_model(family, **CONFIGS[family])
-    model = condense.apply(AutoModelForCausalLM.from_config(config).eval(), METHOD)
+    model = condense.apply(AutoModelForCausalLM.from_config(config).eval(), BOTH)
     model.save_pretrained(tmp_path)
     want = greedy(model, prompts_of(LENGTHS), NEW)
     assert any(len(set(row)) > 2 for row in want)
