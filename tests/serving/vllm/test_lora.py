@@ -9,15 +9,23 @@ from small_models import condensed, prompts_of, random_llama
 
 import condense
 
-METHOD = condense.CCA(group_size=4, window=24, summary="streaming", key_pooling="select", rep_bias="log_size")
+METHODS = [
+    condense.CCA(group_size=4, window=24, summary="streaming", key_pooling="select", rep_bias="log_size"),
+    condense.Recall(group_size=4, window=24, num_recall=4, unchosen="drop"),
+]
 LENGTHS, NEW = (150, 31, 64), 16
 RANK, ALPHA = 8, 16
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
+@pytest.fixture(scope="module", params=METHODS, ids=["pooled", "recall"])
+def method(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def model():
-    return condense.apply(random_llama(), METHOD)
+def model(method):
+    return condense.apply(random_llama(), method)
 
 
 @pytest.fixture(scope="module")
@@ -39,10 +47,10 @@ def adapter(model, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def wanted(model, adapter, greedy):
+def wanted(model, method, adapter, greedy):
     """Tokens of the base model, and of the model with the adapter's weights added to its own."""
     base = greedy(model, prompts_of(LENGTHS), NEW)
-    merged = condense.apply(random_llama(), METHOD)
+    merged = condense.apply(random_llama(), method)
     for i in range(merged.config.num_hidden_layers):
         for name in PROJECTIONS:
             a, b = (adapter[1][f"base_model.model.model.layers.{i}.self_attn.{name}.lora_{x}.weight"] for x in "AB")
@@ -65,4 +73,6 @@ def test_base_and_adapter_in_one_engine(engine, model, adapter, wanted, tmp_path
         for request, want in zip(requests, wanted, strict=True):
             outputs = started.llm.generate(prompts, params, use_tqdm=False, lora_request=request)
             assert [list(output.outputs[0].token_ids) for output in outputs] == want
-    assert [output.num_cached_tokens for output in outputs] == [(length - 1) // 64 * 64 for length in LENGTHS]
+    assert [output.num_cached_tokens for output in outputs] == [
+        (length - 1) // started.page * started.page for length in LENGTHS
+    ]
