@@ -1,4 +1,4 @@
-"""`condense serve` on the bundled model: an OpenAI server, several clients at once, streaming, bad input."""
+"""`condense serve` on the bundled model as it is, without `--method`: an OpenAI server, its clients, bad input."""
 
 import http.client
 import json
@@ -17,14 +17,18 @@ import condense
 from condense.demo import demo_model
 from condense.models.fit import USED, cache_fits, weight_bytes
 
-METHOD = condense.CCA(window=256, summary="streaming", key_pooling="select", rep_bias="log_size")
-PROMPTS = ["The old man", "Once upon a time there was " * 60, "She said", "It was a dark night and " * 30]
+METHOD = condense.Method.parse("recall-device")
+# the second is longer than the window
+LONGEST, PROMPTS = (
+    2048,
+    ["The old man", "Once upon a time there was " * 200, "She said", "It was a dark night and " * 30],
+)
 NEW = 12
 # bytes of pages, as this folder's environment and settings give them
 POOL = 1 << (28 if torch.cuda.is_available() else 30)
 SAID = re.compile(
-    r"Concurrency for 1,024 tokens per request, once their prompts are read: ([\d.]+)x; each takes ([\d.]+) MiB, "
-    r"(\d+)% of dense attention's, a request of 1,024 tokens (\d+)%"
+    rf"Concurrency for {LONGEST:,} tokens per request, once their prompts are read: ([\d.]+)x; each takes "
+    r"([\d.]+) MiB, (\d+)% of dense attention's, a request of 1,024 tokens (\d+)%"
 )
 
 
@@ -33,7 +37,7 @@ class Server:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
-        flags = ["--port", self.port, "--dtype", "float32", "--max-model-len", 1024, *device_flags]
+        flags = ["--port", self.port, "--dtype", "float32", "--max-model-len", LONGEST, *device_flags]
         flags += ["--served-model-name", "bundled", "--max-num-seqs", 8]
         command = [sys.executable, "-m", "condense.cli.main", "serve", str(folder), *map(str, flags)]
         self.log, env = log, {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
@@ -69,18 +73,14 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def bundled(tmp_path_factory):
+def bundled():
     model, tokenizer = demo_model()
-    condense.apply(model, METHOD)
-    folder = tmp_path_factory.mktemp("bundled")
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return model, tokenizer, folder
+    return condense.apply(model, METHOD), tokenizer
 
 
 @pytest.fixture(scope="module")
 def server(bundled, tmp_path_factory, device_flags):
-    started = Server(bundled[2], tmp_path_factory.mktemp("log") / "server.txt", device_flags)
+    started = Server(bundled[0].name_or_path, tmp_path_factory.mktemp("log") / "server.txt", device_flags)
     try:
         started.wait()
         yield started
@@ -91,8 +91,9 @@ def server(bundled, tmp_path_factory, device_flags):
 
 @pytest.fixture(scope="module")
 def wanted(bundled, greedy):
-    model, tokenizer, _ = bundled
+    model, tokenizer = bundled
     ids = [tokenizer.encode(prompt) for prompt in PROMPTS]
+    assert METHOD.window < len(ids[1]) < LONGEST - 500, len(ids[1])
     return [tokenizer.decode(row) for row in greedy(model, ids, NEW)]
 
 
@@ -119,8 +120,11 @@ def test_stop_strings(server, wanted):
 
 def test_bad_requests_are_answered_and_change_nothing(server, wanted):
     assert server.ask("POST", "/v1/completions", '{"model": "bundled", "prompt":')[0] == 400
-    assert server.complete("word " * 2000)[0] == 400
-    assert server.complete("word", max_tokens=-1)[0] == 400
+    for answer, limit in (
+        (server.complete("word " * 3000), f"{LONGEST} tokens"), (server.complete("word", max_tokens=-1), "at least 1"),
+    ):  # fmt: skip
+        assert answer[0] == 400
+        assert limit in answer[1]
     assert server.complete("word", model="another")[0] == 404
     assert server.text(PROMPTS[0]) == wanted[0]
 
@@ -149,8 +153,9 @@ def test_what_is_said_of_concurrency(server, bundled):
     model = condense.restore(bundled[0])
     # a byte more than whole, as the share of a device's memory is rounded down
     memory = int((POOL + 1 + weight_bytes(model, 4)) / USED) + 1
-    dense, *_, own = cache_fits(model, {"own": METHOD}, 1024, 4, memory=memory)
+    for length, said in ((1024, short_share), (LONGEST, share)):
+        dense, *_, own = cache_fits(model, {"own": METHOD}, length, 4, memory=memory)
+        assert said == pytest.approx(100 * own.served_bytes / dense.device_bytes, abs=0.5)
     condense.apply(model, METHOD)
     assert int(held) == own.served
     assert mib == pytest.approx(own.served_bytes / 2**20, abs=0.05)
-    assert share == short_share == pytest.approx(100 * own.served_bytes / dense.device_bytes, abs=0.5)
