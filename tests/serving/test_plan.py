@@ -195,6 +195,12 @@ def test_engines_that_fit_and_engines_that_are_refused(settings, words):
     refused(words, check_engine, replace(engine, **settings))
 
 
+def test_a_later_vllm_is_tried_if_asked_for(monkeypatch):
+    monkeypatch.setenv("CONDENSE_ANY_VLLM", "1")
+    check_engine(EngineSettings(version="1.2.0", kv_heads=8))
+    refused("CONDENSE_ANY_VLLM=1", check_engine, EngineSettings(version="0.29.1", kv_heads=8))
+
+
 @pytest.mark.parametrize(("method", "widths", "longest", "has"), RECORDED, ids=str)
 def test_layers_whose_single_tokens_graphs_may_record(monkeypatch, method, widths, longest, has):
     monkeypatch.setattr(limits, "_HAS_TRITON", True)
