@@ -20,7 +20,7 @@ from condense.calibration.curve import Curve, best_within, choose, greedy_path, 
 from condense.calibration.measure import Meter
 from condense.calibration.report import LayerLoss, Mean
 from condense.calibration.samples import draw_samples
-from condense.models import condensed_layers
+from condense.models import adapted, condensed_layers
 from condense.models.inspect import inspect
 
 CANDIDATES = (Dense(), Recall(group_size=4, window=16, num_recall=4, store="host", slots=4), StreamingLLM(window=16))
@@ -289,7 +289,8 @@ def test_latents_by_default(tokenizer, text):
 
 
 @pytest.mark.parametrize("kind", ["llama", "deepseek_v3"])
-def test_without_host_memory_only_the_first_layer_opens_all_groups(kind, tokenizer, text):
+def test_without_host_memory_only_the_first_layer_opens_all_groups(kind, tokenizer, text, monkeypatch):
+    monkeypatch.setattr(adapted.logger, "warning_once", said := Mock())
     model, latents = tiny.model(kind, vocab_size=len(tokenizer)), kind == "deepseek_v3"
     asked = CalibrationConfig(cache=0.6, length=192, texts=2, host_memory=False)
     result = condense.calibrate(model, tokenizer, [text], asked)
@@ -303,6 +304,7 @@ def test_without_host_memory_only_the_first_layer_opens_all_groups(kind, tokeniz
         assert {point.methods[layer] for layer in later} <= {fewer, *others}
     assert result.chosen.cache <= 0.6
     assert len(result.layers) == 3 * (1 + len(later))  # what no layer may have was not measured
+    said.assert_not_called()  # candidates are tried, so nobody needs to be told that pooling asks for training
 
 
 @pytest.mark.parametrize(("length", "opened"), [(128, (8, 2)), (4096, (64, 16)), (131072, (512, 128))])

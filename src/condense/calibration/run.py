@@ -59,13 +59,13 @@ def calibrate(
     samples = draw_samples(tokenizer, texts, config)
     # made before the first forward, because it refuses models with offloaded weights
     meter = Meter(model, config.candidates, samples, measured, on_forward)
+    layers = sorted(chosen_methods(model, config.candidates[0]))
     for method in config.candidates:
         try:  # a method that reads whole texts may refuse to have a cache in this model
-            with torch.no_grad(), use(model, {REST: method}):
+            with torch.no_grad(), use(model, dict.fromkeys(layers, method)):
                 model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device), use_cache=True)
         except ValueError as error:
             raise ValueError(f"candidates: {method}: {error}") from error
-    layers = sorted(chosen_methods(model, config.candidates[0]))
     numbers = range(len(config.candidates))
     uniform = [dict.fromkeys(layers, n) for n in numbers]
     never = barred(layers) if is_default and not config.host_memory else set()

@@ -111,7 +111,10 @@ def verify(
     """
     check_stock(model)
     if taken := {DENSE, WINDOW, ALL_OPEN} & set(methods):
-        raise ValueError(f"methods: wanted names other than those of the controls, got {', '.join(taken)}")
+        raise ValueError(
+            f"methods: wanted names other than those of the controls, got {', '.join(taken)}: leave out what is always "
+            "measured"
+        )
     corpus = encode_corpus(documents, tokenizer)
     drawn = [
         verify_texts(tokenizer, corpus, length, config.texts, questions=config.questions, seed=config.seed)

@@ -187,5 +187,5 @@ def refuse_adapter(folder: Path) -> None:
         base = json.loads(path.read_text(encoding="utf-8")).get("base_model_name_or_path")
         raise ValueError(
             f"model: {folder} is an adapter of {base}: name that model, and in vLLM the adapter with --enable-lora "
-            f"--lora-modules NAME={folder}; or merge the two"
+            f"--lora-modules NAME={folder} and --method as it was trained with; or merge the two"
         )
