@@ -1,4 +1,7 @@
-"""The README's table: dense attention and the named settings, every figure of one configuration; and its prose.
+"""The README's table: dense attention, the named settings and an allocation; and its prose.
+
+Figures of a named setting are of one configuration. The allocation's quality is that of small models under those found
+for them, its cache and times are of one written by hand for the large shape; the README says so.
 
 The table stands between ``<!-- figures -->`` and ``<!-- /figures -->``. Times are the fastest reading of several, of
 `benchmarks/generate.py` and `benchmarks/serving/speed.py`; the cache is counted as `condense inspect` counts it.
@@ -89,7 +92,7 @@ def claims(documents: Documents) -> list[str]:
     host, trained = lost(documents, "recall-host"), transfer_page.trainings_of(documents)
     others = {key: model for key, model in trained.items() if model["make"] != "mla-28m"}
     elsewhere = [transfer_page.worst(others, name, ["copy"])[0] for name in ("recall-device", "recall-host")]
-    # an allocation that a model was calibrated and adapted to, and one of its size in vLLM
+    # allocations that models learned, and one of their size in vLLM
     at_once = _runs(documents, _MIX)[0]["capacity"][0]["running"]
     learned = [row for _, row in _learned(documents)]
     firsts = _first(documents, _DEVICE), generate(documents, "recall-device")[0]

@@ -18,11 +18,9 @@ from condense.demo import demo_model
 from condense.models.fit import USED, cache_fits, weight_bytes
 
 METHOD = condense.Method.parse("recall-device")
+LONGEST = 2048
 # the second is longer than the window
-LONGEST, PROMPTS = (
-    2048,
-    ["The old man", "Once upon a time there was " * 200, "She said", "It was a dark night and " * 30],
-)
+PROMPTS = ["The old man", "Once upon a time there was " * 200, "She said", "It was a dark night and " * 30]
 NEW = 12
 # bytes of pages, as this folder's environment and settings give them
 POOL = 1 << (28 if torch.cuda.is_available() else 30)
